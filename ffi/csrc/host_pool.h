@@ -1,0 +1,105 @@
+// Pages of host memory and the process-wide table through which handlers find them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "memory.h"
+
+namespace nosa {
+
+// How a handler finds a pool: a place in the registry and how often that place was taken before.
+// It travels as int32[2] data, so a compiled step serves every pool and a closed pool is noticed by its generation.
+struct Handle {
+  int32_t slot;
+  int32_t generation;
+};
+
+struct PoolCounters {
+  std::atomic<uint64_t> pages_read{0};
+  std::atomic<uint64_t> pages_written{0};
+  std::atomic<uint64_t> read_calls{0};
+  std::atomic<uint64_t> write_calls{0};
+};
+
+// `n_pages` pages of `page_bytes` each in one slab. Handlers in flight share its ownership.
+struct Pages {
+  Pages(uint64_t n_pages, uint64_t page_bytes);
+
+  std::byte* page(uint64_t index) const { return memory.data() + index * page_bytes; }
+
+  const uint64_t n_pages;
+  const uint64_t page_bytes;
+  const Mapping memory;
+  // Shared, so that statistics stay readable after the slab is gone.
+  const std::shared_ptr<PoolCounters> counters = std::make_shared<PoolCounters>();
+};
+
+class PoolClosedError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Thread-safe table of the open pools of this process.
+class Registry {
+ public:
+  static constexpr int32_t kCapacity = 1024;  // open pools at a time
+
+  static Registry& Get();
+
+  // Throws std::runtime_error when kCapacity pools are open.
+  Handle Add(std::shared_ptr<Pages> pages);
+  void Remove(Handle handle);
+  // Null when the handle names no open pool; `reason` then says why.
+  std::shared_ptr<Pages> Find(Handle handle, std::string* reason) const;
+
+ private:
+  struct Entry {
+    std::shared_ptr<Pages> pages;
+    int32_t generation = 0;
+  };
+  mutable std::mutex mutex_;
+  std::vector<Entry> entries_;
+  std::vector<int32_t> free_;
+};
+
+// The owner that Python holds. Closing twice is allowed; reading or writing a closed pool throws PoolClosedError.
+class HostPool {
+ public:
+  // Refuses with HostMemoryError, before anything is allocated, what exceeds 95 % of `available_bytes`.
+  HostPool(uint64_t n_pages, uint64_t page_bytes, uint64_t available_bytes);
+  ~HostPool();
+  HostPool(const HostPool&) = delete;
+  HostPool& operator=(const HostPool&) = delete;
+
+  void Close();
+  bool closed() const;
+  Handle handle() const { return handle_; }
+  const PoolCounters& counters() const { return *counters_; }
+
+  // Copies one page out or in. Throws PoolClosedError, std::out_of_range.
+  void ReadPage(int64_t index, std::byte* destination) const;
+  void WritePage(int64_t index, const std::byte* source);
+
+  // The slab's address, for registering it with a device. Throws PoolClosedError.
+  std::byte* base() const { return Open()->memory.data(); }
+
+  const uint64_t n_pages;
+  const uint64_t page_bytes;
+
+ private:
+  std::shared_ptr<Pages> Open() const;
+  std::byte* CheckedPage(const Pages& pages, int64_t index) const;
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<Pages> pages_;
+  std::shared_ptr<PoolCounters> counters_;
+  Handle handle_;
+};
+
+}  // namespace nosa

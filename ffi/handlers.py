@@ -1,0 +1,164 @@
+"""Typed wrappers of the handlers; each runs inside `jax.jit` on whatever platform its arrays are on.
+
+A block m of row b lies, for a layer and a KV head k, on host page `(page_table[b, m] * n_layers + layer) * K + k`.
+Handlers are ordered by data flow alone: the cache goes in and comes out (aliased, so donate it), and whatever must
+happen after a swap takes the cache that came out of it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Shaped
+
+from nosa_jax.ffi.registration import register
+
+register()
+
+
+class TransferList(NamedTuple):
+    """Blocks to move between host pages and slots: entries j < count, of every row and KV head."""
+
+    block: Int32[Array, "B K n"]
+    slot: Int32[Array, "B K n"]
+    count: Int32[Array, "B K"]
+
+
+class Assignment(NamedTuple):
+    """Where the wanted blocks are, the updated tables, and what has to be loaded first."""
+
+    slot_ids: Int32[Array, "B K C"]  # -1 where the wanted id is no block
+    slot_block: Int32[Array, "B K S"]
+    last_used: Int32[Array, "B K S"]
+    load: TransferList  # n = C; in the order of `wanted`, -1 from `count` on
+    hits: Int32[Array, "B K"]
+    misses: Int32[Array, "B K"]
+
+
+def assign_slots(
+    wanted: Int32[Array, "B K C"],
+    slot_block: Int32[Array, "B K S"],
+    last_used: Int32[Array, "B K S"],
+    step: Int32[Array, ""],
+    fresh_from: Int32[Array, " B"],
+    *,
+    n_blocks: int,
+) -> Assignment:
+    """Give every wanted block a slot, replacing the least recently used ones.
+
+    A resident block is a hit. Any other takes, in the order of `wanted`, an empty slot (`slot_block` < 0; the lowest
+    first) or else the least recently used slot that holds no block wanted now (the lower of equals). `last_used` of
+    every wanted block's slot becomes `step`. Ids outside [0, n_blocks) are padding. A repeated id counts once.
+
+    Args:
+        wanted: block ids, padded with anything outside [0, n_blocks).
+        slot_block: the block in each slot, -1 for empty. No block may be in two slots.
+        last_used: the step at which each slot was wanted last.
+        step: the number of this step; the caller counts upwards.
+        fresh_from: blocks from here on have no host page yet: they get a slot, are not loaded, and count neither as
+            hit nor as miss.
+        n_blocks: M, the blocks of a row.
+
+    Raises:
+        ValueError: fewer slots than wanted blocks.
+    """
+    rows, heads, n_wanted = wanted.shape
+    n_slots = slot_block.shape[2]
+    if n_slots < n_wanted:
+        raise ValueError(f"assign_slots: {n_slots} slots cannot hold {n_wanted} wanted blocks; plan at least as many")
+    list_of_wanted = jax.ShapeDtypeStruct(wanted.shape, jnp.int32)
+    per_head = jax.ShapeDtypeStruct((rows, heads), jnp.int32)
+    table = jax.ShapeDtypeStruct(slot_block.shape, jnp.int32)
+    call = jax.ffi.ffi_call(
+        "nosa_assign_slots",
+        (list_of_wanted, table, table, list_of_wanted, list_of_wanted, per_head, per_head, per_head),
+        input_output_aliases={1: 1, 2: 2},
+    )
+    args = _guard("assign_slots", wanted, slot_block, last_used, step, fresh_from)
+    slot_ids, slot_block, last_used, block, slot, count, hits, misses = call(*args, n_blocks=n_blocks)
+    return Assignment(slot_ids, slot_block, last_used, TransferList(block, slot, count), hits, misses)
+
+
+def swap_in(
+    handle: Int32[Array, "2"] | Int32[np.ndarray, "2"],
+    slots: Shaped[Array, "B K S 2 P H"],
+    load: TransferList,
+    page_table: Int32[Array, "B M"],
+    *,
+    layer: int,
+    n_layers: int,
+) -> Shaped[Array, "B K S 2 P H"]:
+    """Copy the listed blocks of one layer from their host pages into slots; returns the cache, updated in place.
+
+    Args:
+        handle: `HostPool.handle`.
+        slots: the layer's cache, of any dtype; bytes are copied as they are.
+        load: which block goes to which slot.
+        page_table: where each block of a row lies in the pool, in units of `n_layers * K` pages.
+        layer, n_layers: which of the layers that share the pool this is.
+
+    Raises (on the CPU when the result is read, on a GPU from `HostPool.check`):
+        jax.errors.JaxRuntimeError: a closed pool, a page size other than the slots', or a number out of range. The
+            cache's and the pool's contents are then as before.
+    """
+    return _transfer("swap_in", handle, slots, load, page_table, layer, n_layers)
+
+
+def write_pages(
+    handle: Int32[Array, "2"] | Int32[np.ndarray, "2"],
+    pages: Shaped[Array, "B K S 2 P H"],
+    store: TransferList,
+    page_table: Int32[Array, "B M"],
+    *,
+    layer: int,
+    n_layers: int,
+) -> Shaped[Array, "B K S 2 P H"]:
+    """Copy the listed blocks of one layer from slots to their host pages; returns `pages`, unchanged.
+
+    Use the returned array from here on: that is what orders later swaps after this write. Arguments and errors are
+    those of `swap_in`.
+    """
+    return _transfer("write_pages", handle, pages, store, page_table, layer, n_layers)
+
+
+def _transfer(
+    name: str, handle: Any, cache: Array, entries: TransferList, page_table: Array, layer: int, n_layers: int
+) -> Array:
+    if not 0 <= layer < n_layers:
+        raise ValueError(f"{name}: layer={layer} is outside the {n_layers} layers")
+    call = jax.ffi.ffi_call(
+        f"nosa_{name}",
+        jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        input_output_aliases={1: 0},
+        # Pages change behind XLA's back: a call must not be dropped or merged with an equal one.
+        has_side_effect=True,
+    )
+    args = _guard(name, jnp.asarray(handle), cache, *entries, page_table)
+    return call(*args, layer=layer, n_layers=n_layers)
+
+
+def _guard(name: str, *args: Array) -> tuple[Array, ...]:
+    """The same arrays; `vmap` and differentiation stop here with an error that says what to do instead."""
+
+    def identity(*args: Array) -> tuple[Array, ...]:
+        return args
+
+    def no_vmap(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"nosa_jax.ffi.{name} cannot be vmapped: it moves pages of one pool for a whole batch at a time. "
+            "Its arrays have a row dimension already; put the mapped axis there."
+        )
+
+    def no_jvp(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"nosa_jax.ffi.{name} cannot be differentiated: it belongs to decoding with an offloaded cache. "
+            "Train with the resident model, or wrap the cache in jax.lax.stop_gradient."
+        )
+
+    mapped: Callable[..., Any] = jax.custom_batching.custom_vmap(identity)
+    mapped.def_vmap(no_vmap)  # type: ignore[attr-defined]
+    guarded = jax.custom_jvp(mapped)
+    guarded.defjvp(no_jvp)
+    return guarded(*args)

@@ -1,0 +1,29 @@
+"""Makes the handlers known to JAX, once, when the package is imported."""
+
+import functools
+
+import jax
+
+from nosa_jax.ffi import _cpu
+
+
+def has_cuda() -> bool:
+    """Whether the CUDA library was built. It says nothing about a GPU being there."""
+    return _cpu.CUDA_STATE.startswith("built")
+
+
+def status() -> str:
+    """One line on what was built."""
+    return f"nosa_jax.ffi: CPU handlers built; CUDA library: {_cpu.CUDA_STATE}"
+
+
+@functools.cache
+def register() -> None:
+    """Register every handler under the same name for platform cpu and platform CUDA.
+
+    No backend is started and no type registered: on the CPU, types registered before the backend starts make its
+    first operation fail. Without the CUDA library a handler is registered whose error says how to build it.
+    """
+    for name, handler in _cpu.handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        jax.ffi.register_ffi_target(name, _cpu.not_built_handler(), platform="CUDA")
