@@ -23,7 +23,7 @@ class TransferList(NamedTuple):
 
     block: Int32[Array, "B K n"]
     slot: Int32[Array, "B K n"]
-    count: Int32[Array, "B K"]
+    count: Int32[Array, "B K"]  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 class Assignment(NamedTuple):

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fingerprint() { # of everything that decides what is installed
   { cat pyproject.toml constraints.txt CMakeLists.txt scripts/setup.sh
     find ffi/csrc -type f -print0 | sort -z | xargs -0 cat
-    find nosa_jax ffi infer offload pallas_kernels train -name '*.py' -print | sort
+    find nosa_jax ffi infer offload pallas_kernels train -name '__init__.py' -print | sort
     command -v nvcc || true
     pwd
   } | sha256sum | cut -d' ' -f1
