@@ -1,0 +1,1 @@
+"""Properties that must hold for every input: locality, selection, causality, invariances."""
