@@ -1,0 +1,198 @@
+"""Model checkpoints in orbax format: parameters by name, with the config and the tokenizer beside them.
+
+A checkpoint is a folder with the items `params` (one array per parameter, named like `layers.0.attention.delta`)
+and `meta` (JSON: config, tokenizer, what the writer adds). A training run writes the same two items at every saved
+step, beside its optimizer state, so every reader here takes an exported checkpoint, a step or a whole run.
+Storage: https://orbax.readthedocs.io (v1 API).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from nosa_jax.config import ComputeDtype, NosaConfig
+from nosa_jax.errors import InputError
+from nosa_jax.model import NosaLM
+from nosa_jax.tokenizer import Tokenizer, tokenizer_from_dict
+
+FORMAT = 1
+"""Version of the layout of `meta`."""
+
+Params = dict[str, Any]
+"""Parameters by dotted name; leaves are arrays or `jax.ShapeDtypeStruct`."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model without its parameters: merge it with parameters by name to get the module back.
+
+    Pure functions carry parameters as a flat dictionary, so that freezing, masks, checkpoints and error messages
+    all speak of the same names.
+    """
+
+    graphdef: Any
+    rest: Any  # variables that are not parameters
+    treedef: Any
+    names: tuple[str, ...]
+
+    def merge(self, params: Mapping[str, Any]) -> NosaLM:
+        """The module with these parameters. Raises KeyError for a name that is missing."""
+        state = jax.tree.unflatten(self.treedef, [params[name] for name in self.names])
+        return nnx.merge(self.graphdef, state, self.rest)
+
+
+def split_model(model: NosaLM) -> tuple[Skeleton, Params]:
+    """Take a module apart; `Skeleton.merge` undoes it."""
+    graphdef, state, rest = nnx.split(model, nnx.Param, ...)
+    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    names = tuple(
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in paths_and_leaves
+    )
+    leaves = [leaf for _, leaf in paths_and_leaves]
+    return Skeleton(graphdef, rest, treedef, names), dict(zip(names, leaves, strict=True))
+
+
+def abstract_model(config: NosaConfig) -> tuple[Skeleton, Params]:
+    """Names, shapes and dtypes of a config's parameters without allocating one."""
+    return split_model(nnx.eval_shape(lambda: NosaLM(config, rngs=nnx.Rngs(0))))
+
+
+def checkpoint_context() -> ocp.Context:
+    """The orbax context of every checkpoint of this package: `meta` is kept as JSON."""
+    context = ocp.Context()
+    registry = ocp.handlers.local_registry(include_global_registry=True)
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
+    context.checkpointables.registry = registry
+    return context
+
+
+def make_meta(config: NosaConfig, tokenizer: Tokenizer | None, **more: Any) -> dict[str, Any]:
+    """The `meta` item: format, config, tokenizer and what the caller adds (plain JSON values)."""
+    return {
+        "format": FORMAT,
+        "config": config.to_dict(),
+        "tokenizer": None if tokenizer is None else tokenizer.to_dict(),
+        **more,
+    }
+
+
+def export_model(
+    path: str | Path, model: NosaLM, tokenizer: Tokenizer | None = None, metadata: dict[str, Any] | None = None
+) -> Path:
+    """Write parameters, config and tokenizer, without optimizer state, for `load_model` and inference.
+
+    The folder appears whole or not at all. Raises InputError where `path` already holds something.
+    """
+    path = Path(path).absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{str(path)!r} already exists and is not an empty folder. Export to another path.")
+    _, params = split_model(model)
+    with checkpoint_context():
+        meta = make_meta(model.config, tokenizer, metadata=metadata or {})
+        ocp.save_checkpointables(path, {"params": params, "meta": meta}, overwrite=path.exists())
+    return path
+
+
+def load_model(
+    path: str | Path,
+    step: int | None = None,
+    dtype: ComputeDtype | None = None,
+    config: NosaConfig | None = None,
+) -> tuple[NosaLM, Tokenizer | None, dict[str, Any]]:
+    """Read a model: `path` is an exported checkpoint, a step's folder, or a training run (`step`: None = latest).
+
+    dtype: convert parameters and activations to it; None keeps what was saved.
+    config: what the caller expects. Returns (model, tokenizer, meta).
+    Raises InputError where nothing can be read, where a field of `config` differs (naming the fields), or where an
+    array's name, shape or dtype is not the config's.
+    """
+    folder = find_checkpoint(path, step)
+    meta = read_meta(folder)
+    saved = NosaConfig.from_dict(meta["config"])
+    if config is not None:
+        require_same_config(config, saved, str(folder))
+    with checkpoint_context():
+        stored = ocp.checkpointables_metadata(folder).metadata["params"]
+    skeleton, abstract = abstract_model(saved)
+    require_same_arrays(abstract, stored, f"the parameters of {str(folder)!r}")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=device) for k, v in abstract.items()}
+    with checkpoint_context():
+        params = ocp.load_checkpointables(folder, {"params": wanted})["params"]
+    if dtype is not None:
+        saved = saved.replace(dtype=dtype, param_dtype=dtype)
+        skeleton, abstract = abstract_model(saved)
+        params = {name: array.astype(abstract[name].dtype) for name, array in params.items()}
+    if jax.tree.leaves(skeleton.rest):  # variables that are computed, not learnt: let the module make them
+        skeleton, _ = split_model(NosaLM(saved, rngs=nnx.Rngs(0)))
+    model = skeleton.merge(params)
+    tokenizer = tokenizer_from_dict(meta["tokenizer"]) if meta.get("tokenizer") else None
+    return model, tokenizer, meta
+
+
+def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
+    """The folder of the checkpoint that `path` and `step` mean; see `load_model`. Raises InputError."""
+    root = Path(path).absolute()
+    if not root.is_dir():
+        raise InputError(f"there is no checkpoint folder {str(root)!r}. Give a run's folder or an exported checkpoint.")
+    if ocp.is_orbax_checkpoint(root):
+        if step is not None and root.name != str(step):
+            raise InputError(f"{str(root)!r} is a single checkpoint, so {step=} cannot be chosen; leave step out.")
+        return root
+    steps_root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    steps = {int(p.name): p for p in steps_root.iterdir() if p.name.isdecimal() and ocp.is_orbax_checkpoint(p)}
+    if not steps:
+        raise InputError(f"{str(root)!r} holds no complete checkpoint. Give a run's folder or an exported checkpoint.")
+    if step is not None and step not in steps:
+        raise InputError(f"{str(root)!r} has no checkpoint of {step=}; it has {', '.join(map(str, sorted(steps)))}.")
+    return steps[max(steps) if step is None else step]
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The `meta` item of one checkpoint. Raises InputError where it is missing or of a newer format."""
+    try:
+        with checkpoint_context():
+            meta = ocp.load_checkpointables(folder, {"meta": None})["meta"]
+    except (OSError, KeyError, ValueError) as error:
+        raise InputError(
+            f"{str(folder)!r} is not a checkpoint written by nosa-jax: it has no readable item 'meta' ({error})."
+        ) from error
+    if meta.get("format") != FORMAT:
+        raise InputError(
+            f"{str(folder)!r} has format {meta.get('format')!r}, this version reads {FORMAT}. "
+            "Read it with the version of nosa-jax that wrote it."
+        )
+    return meta
+
+
+def require_same_config(wanted: NosaConfig, saved: NosaConfig, where: str) -> None:
+    """Raise InputError naming every field in which the two configs differ."""
+    ours, theirs = wanted.to_dict(), saved.to_dict()
+    if differing := [f"{k} is {theirs[k]!r}, wanted {ours[k]!r}" for k in ours if ours[k] != theirs[k]]:
+        raise InputError(
+            f"the checkpoint {where!r} has another config: {'; '.join(differing)}. "
+            "Use its own config or another checkpoint."
+        )
+
+
+def require_same_arrays(wanted: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> None:
+    """Raise InputError where names, shapes or dtypes differ. Orbax itself would cast a dtype without a word."""
+    missing, extra = sorted(set(wanted) - set(stored)), sorted(set(stored) - set(wanted))
+    if missing or extra:
+        raise InputError(
+            f"{where} do not fit: missing {', '.join(missing) or 'nothing'}; "
+            f"unexpected {', '.join(extra) or 'nothing'}. Use a checkpoint of this model."
+        )
+    for name, want in wanted.items():
+        have = stored[name]
+        if tuple(have.shape) != tuple(want.shape) or np.dtype(have.dtype) != np.dtype(want.dtype):
+            raise InputError(
+                f"{where} do not fit: {name!r} is stored as {np.dtype(have.dtype)}{list(have.shape)}, wanted "
+                f"{np.dtype(want.dtype)}{list(want.shape)}. Convert a model explicitly with load_model(dtype=...)."
+            )

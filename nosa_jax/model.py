@@ -1,0 +1,208 @@
+"""The decoder-only language model: Flax NNX modules that hold parameters around pure functions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from nosa_jax.attention import BLOCK_IDS, sequence_attention
+from nosa_jax.config import AttentionKind, NosaConfig
+from nosa_jax.eviction import eviction_scores
+from nosa_jax.rope import apply_rope
+
+Initializer = jax.nn.initializers.Initializer
+
+
+def _product(equation: str, x: jax.Array, weight: nnx.Param, config: NosaConfig) -> jax.Array:
+    """A matrix product in the compute dtype; float32 products keep all their bits on every device."""
+    dtype = jnp.dtype(config.dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return jnp.einsum(equation, x.astype(dtype), weight[...].astype(dtype), precision=precision)
+
+
+def _fan_in(*in_axes: int, out_axes: tuple[int, ...], scale: float = 1.0) -> Initializer:
+    return jax.nn.initializers.variance_scaling(scale, "fan_in", "truncated_normal", in_axis=in_axes, out_axis=out_axes)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last axis, computed in float32 and returned in the compute dtype."""
+
+    def __init__(self, config: NosaConfig) -> None:
+        self.config = config
+        self.scale_d = nnx.Param(jnp.ones(config.embed_dim, config.param_dtype))
+
+    def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
+        x = x.astype(jnp.float32)
+        normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        return (normed * self.scale_d[...].astype(jnp.float32)).astype(self.config.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with RoPE and an eviction head."""
+
+    def __init__(self, config: NosaConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        width, heads, kv_heads, head_dim = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
+        dtype = config.param_dtype
+        inner = _fan_in(0, out_axes=(1, 2))
+        self.q_weight_dnh = nnx.Param(inner(rngs.params(), (width, heads, head_dim), dtype))
+        self.k_weight_dkh = nnx.Param(inner(rngs.params(), (width, kv_heads, head_dim), dtype))
+        self.v_weight_dkh = nnx.Param(inner(rngs.params(), (width, kv_heads, head_dim), dtype))
+        outer = _fan_in(0, 1, out_axes=(2,), scale=1 / (2 * config.num_layers))
+        self.o_weight_nhd = nnx.Param(outer(rngs.params(), (heads, head_dim, width), dtype))
+        self.delta_weight_kkh = nnx.Param(
+            _fan_in(1, 2, out_axes=(0,))(rngs.params(), (kv_heads, kv_heads, head_dim), dtype)
+        )
+        self.a_k = nnx.Param(jnp.zeros(kv_heads, dtype))  # zero: training starts as plain sparse attention
+
+    def project(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"], Float[Array, "B T K"]]:
+        """Rotated queries, rotated keys, values and cis of normalised hidden states.
+
+        cis is float32 and zero where the config has no eviction head.
+        """
+        q = apply_rope(_product("btd,dnh->btnh", x, self.q_weight_dnh, self.config), positions, self.config)
+        k = apply_rope(_product("btd,dkh->btkh", x, self.k_weight_dkh, self.config), positions, self.config)
+        v = _product("btd,dkh->btkh", x, self.v_weight_dkh, self.config)
+        if self.config.eviction == "none":
+            return q, k, v, jnp.zeros(v.shape[:3], jnp.float32)
+        return q, k, v, eviction_scores(v, self.delta_weight_kkh[...], self.a_k[...])
+
+    def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Project the heads' outputs back to the model width."""
+        return _product("btnh,nhd->btd", heads, self.o_weight_nhd, self.config)
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: NosaConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        width, hidden, dtype = config.embed_dim, config.ffn_dim, config.param_dtype
+        self.gate_weight_df = nnx.Param(_fan_in(0, out_axes=(1,))(rngs.params(), (width, hidden), dtype))
+        self.up_weight_df = nnx.Param(_fan_in(0, out_axes=(1,))(rngs.params(), (width, hidden), dtype))
+        outer = _fan_in(0, out_axes=(1,), scale=1 / (2 * config.num_layers))
+        self.down_weight_fd = nnx.Param(outer(rngs.params(), (hidden, width), dtype))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate = jax.nn.silu(_product("btd,df->btf", x, self.gate_weight_df, self.config))
+        up = _product("btd,df->btf", x, self.up_weight_df, self.config)
+        return _product("btf,fd->btd", gate * up, self.down_weight_fd, self.config)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward with unscaled residuals."""
+
+    def __init__(self, config: NosaConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config, rngs=rngs)
+        self.ffn_norm = RMSNorm(config)
+        self.ffn = FeedForward(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attention: AttentionKind
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K C"] | None]:
+        """Hidden states after the layer, and the selected block ids (None for "dense")."""
+        q, k, v, cis = self.attention.project(self.attention_norm(x), positions)
+        heads, block_ids = sequence_attention(q, k, v, cis, config=self.config, attention=attention)
+        return self.finish(x, heads), block_ids
+
+    def finish(self, x: Float[Array, "B T D"], heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The part of the layer after attention."""
+        x = x + self.attention.output(heads)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class NosaLM(nnx.Module):
+    """A Llama-style decoder whose attention is dense or one of the compared sparse systems, over one set of weights.
+
+    Source: arXiv 2510.13602; docs/02 states the formulas.
+
+    Args:
+      config: dimensions, budgets and number formats.
+      rngs: `nnx.Rngs(seed)`; only its "params" stream is used.
+    """
+
+    def __init__(self, config: NosaConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        vocab, width, dtype = config.vocab_size, config.embed_dim, config.param_dtype
+        self.embed_vd = nnx.Param(jax.nn.initializers.normal(1.0)(rngs.params(), (vocab, width), dtype))
+        self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.final_norm = RMSNorm(config)
+        if not config.tie_embeddings:
+            self.lm_head_dv = nnx.Param(_fan_in(0, out_axes=(1,))(rngs.params(), (width, vocab), dtype))
+
+    @classmethod
+    def from_config(cls, config: NosaConfig, seed: int = 0) -> "NosaLM":
+        """A model with freshly initialised parameters."""
+        return cls(config, rngs=nnx.Rngs(seed))
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], attention: AttentionKind | None = None
+    ) -> Float[Array, "B T V"]:
+        """Next-token logits of sequences that start at position 0, float32.
+
+        Args:
+          tokens: ids in 0 .. V-1. Rows may be padded at the end with any ids: attention is causal.
+          attention: which system attends; None for the config's.
+
+        Raises:
+          ValueError: T exceeds the config's max_context.
+        """
+        return self.unembed(self.hidden_states(tokens, attention))
+
+    def hidden_states(
+        self, tokens: Int[Array, "B T"], attention: AttentionKind | None = None, *, remat: bool = False
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm; arguments as for calling the model.
+
+        remat: keep only each layer's input and selected block ids for the backward pass and recompute the rest.
+        """
+        return self.hidden_states_and_blocks(tokens, attention, remat=remat)[0]
+
+    def hidden_states_and_blocks(
+        self, tokens: Int[Array, "B T"], attention: AttentionKind | None = None, *, remat: bool = False
+    ) -> tuple[Float[Array, "B T D"], list[Any]]:
+        """`hidden_states`, and for each layer the selected block ids [B, T, K, C] (None for "dense")."""
+        if tokens.shape[1] > self.config.max_context:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens exceed max_context={self.config.max_context}; shorten the sequence "
+                "or set max_context in the config"
+            )
+        kind = attention or self.config.attention
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+        def run(
+            layer: DecoderLayer, x: jax.Array, positions: jax.Array
+        ) -> tuple[jax.Array, Int[Array, "B T K C"] | None]:
+            return layer(x, positions, kind)
+
+        if remat:
+            run = nnx.remat(run, policy=jax.checkpoint_policies.save_only_these_names(BLOCK_IDS))
+        x = self.embed(tokens)
+        blocks = []
+        for layer in self.layers:
+            x, block_ids = run(layer, x, positions)
+            blocks.append(block_ids)
+        return self.final_norm(x), blocks
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Token embeddings in the compute dtype."""
+        return self.embed_vd[...].astype(self.config.dtype)[tokens]
+
+    def unembed(self, hidden: Float[Array, "*lead D"]) -> Float[Array, "*lead V"]:
+        """Float32 logits of hidden states after the final norm."""
+        dtype = jnp.dtype(self.config.dtype)
+        head = self.embed_vd[...].T if self.config.tie_embeddings else self.lm_head_dv[...]
+        return jnp.einsum(
+            "...d,dv->...v",
+            hidden.astype(dtype),
+            head.astype(dtype),
+            preferred_element_type=jnp.float32,
+            precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        )

@@ -1,0 +1,1 @@
+"""Attention of one query per row over selected slots of a paged KV cache."""

@@ -1,0 +1,37 @@
+"""Public attention over selected cache slots."""
+
+from jaxtyping import Array, Float, Int
+
+from nosa_jax.pallas_kernels import dispatch
+from nosa_jax.pallas_kernels.decode_attention import reference
+
+
+def decode_attention(
+    q: Float[Array, "B N H"],
+    slots: Float[Array, "B K slots 2 P H"],
+    cis: Float[Array, "B K M P"] | None,
+    slot_ids: Int[Array, "B K C"],
+    block_ids: Int[Array, "B K C"],
+    lengths: Int[Array, "B"],
+    *,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "B N H"]:
+    """Attention of one new token per row over its selected blocks in a slotted KV cache (docs/03).
+
+    Entry j of a row and KV head is block block_ids[j], which lies in slot slot_ids[j]; -1 in either is padding.
+    Weights are exp(q·k_t/sqrt(H) + cis_t) over the tokens t < length of those blocks. The result depends on
+    the blocks, their order and their bytes, not on which slots hold them.
+
+    Args:
+      q: rotated query of each row's newest token.
+      slots: keys (index 0) and values (index 1) of one block per slot; unused parts may hold anything, NaN too.
+      cis: additive bias of every token of the row by block, float32, or None.
+      lengths: tokens in each row, the newest included.
+
+    Returns: [B, N, H] in the dtype of q; zeros for a row without a visible token.
+
+    Raises:
+      NotImplementedError: the named implementation does not exist for this operation.
+    """
+    dispatch.resolve("decode_attention", implementation, available=("reference", "xla"))
+    return reference.decode_attention(q, slots, cis, slot_ids, block_ids, lengths)

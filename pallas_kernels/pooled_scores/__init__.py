@@ -1,0 +1,1 @@
+"""Query-aware block scores against pooled keys."""

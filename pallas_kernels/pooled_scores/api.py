@@ -1,0 +1,51 @@
+"""Public query-aware block scores."""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from nosa_jax.pallas_kernels import dispatch
+from nosa_jax.pallas_kernels.pooled_scores import reference
+from nosa_jax.pallas_kernels.query_chunks import map_query_chunks
+
+QUERY_CHUNK = 256  # query positions scored at a time by "xla"
+
+
+def pooled_scores(
+    q: Float[Array, "B T N H"],
+    pooled_k: Float[Array, "B K W H"],
+    positions: Int[Array, "B T"],
+    *,
+    n_blocks: int,
+    block_size: int,
+    window: int,
+    stride: int,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "B T K M"]:
+    """Query-aware score of every KV block (arXiv 2510.13602, section on query-aware selection; docs/02).
+
+    For a query at position i the windows that end at or before i are visible. Probabilities are a softmax of
+    q·pooled_k/sqrt(H) over them, summed over the query heads that share the KV head; a block takes the maximum
+    of the windows that touch it.
+
+    Args:
+      q: rotated queries.
+      pooled_k: window means of rotated keys; rows beyond the windows of a sequence are never looked at.
+      positions: absolute position of each query, in tokens.
+      n_blocks: M. block_size, window, stride: tokens.
+      implementation: "reference" keeps [B, T, N, W] at once; "xla" one chunk of queries at a time.
+
+    Returns: float32, -inf where a block has no visible window.
+
+    Raises:
+      NotImplementedError: the named implementation does not exist for this operation.
+    """
+    chosen = dispatch.resolve("pooled_scores", implementation, available=("reference", "xla"))
+
+    def score(q_chunk: jax.Array, positions_chunk: jax.Array) -> jax.Array:
+        return reference.pooled_scores(
+            q_chunk, pooled_k, positions_chunk, n_blocks=n_blocks, block_size=block_size, window=window, stride=stride
+        )
+
+    if chosen == "reference":
+        return score(q, positions)
+    return map_query_chunks(score, (q, positions), QUERY_CHUNK)

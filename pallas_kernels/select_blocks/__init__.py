@@ -1,0 +1,1 @@
+"""Dual selection of KV blocks: forced, query-aware and query-agnostic picks."""

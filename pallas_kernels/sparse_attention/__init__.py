@@ -1,0 +1,1 @@
+"""Attention of many queries over the blocks selected for each of them."""
