@@ -1,6 +1,6 @@
 """Model checkpoints in orbax format: parameters by name, with the config and the tokenizer beside them.
 
-A checkpoint is a folder with the items `params` (one array per parameter, named like `layers.0.attention.delta`)
+A checkpoint is a folder with the items `params` (one array per parameter, named like `layers.0.attention.a_k`)
 and `meta` (JSON: config, tokenizer, what the writer adds). A training run writes the same two items at every saved
 step, beside its optimizer state, so every reader here takes an exported checkpoint, a step or a whole run.
 Storage: https://orbax.readthedocs.io (v1 API).
@@ -141,17 +141,22 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
     root = Path(path).absolute()
     if not root.is_dir():
         raise InputError(f"there is no checkpoint folder {str(root)!r}. Give a run's folder or an exported checkpoint.")
-    if ocp.is_orbax_checkpoint(root):
+    if _is_checkpoint(root):
         if step is not None and root.name != str(step):
             raise InputError(f"{str(root)!r} is a single checkpoint, so {step=} cannot be chosen; leave step out.")
         return root
     steps_root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
-    steps = {int(p.name): p for p in steps_root.iterdir() if p.name.isdecimal() and ocp.is_orbax_checkpoint(p)}
+    steps = {int(p.name): p for p in steps_root.iterdir() if p.name.isdecimal() and _is_checkpoint(p)}
     if not steps:
         raise InputError(f"{str(root)!r} holds no complete checkpoint. Give a run's folder or an exported checkpoint.")
     if step is not None and step not in steps:
         raise InputError(f"{str(root)!r} has no checkpoint of {step=}; it has {', '.join(map(str, sorted(steps)))}.")
     return steps[max(steps) if step is None else step]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether both items are there. Unfinished ones have another name: orbax renames a folder when it is complete."""
+    return (folder / "params").is_dir() and (folder / "meta").is_dir()
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

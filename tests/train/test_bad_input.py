@@ -1,0 +1,88 @@
+"""Bad input on the command line: one paragraph, exit status 2, no traceback, nothing written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from nosa_jax.train.__main__ import main
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path) -> Path:
+    words = {f"w{i}": i for i in range(500)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def _refused(capsys, out: Path, *argv: str) -> str:
+    assert main([*argv, "--out", str(out)]) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert not out.exists()
+    return " ".join(message.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--data", "/no/such/path"], ["/no/such/path", "does not exist", "Give a file"]),
+        (["--dense.seq-len", "20000"], ["seq_len=20000", "max_context=16384", "Shorten it"]),
+        (["--dense.batch", "3", "--optimizer.accumulate", "2"], ["batch=3", "accumulate=2"]),
+        (["--override", "widht=3"], ["widht=3", "FIELD=VALUE", "embed_dim"]),
+        (["--override", "head_dim=7"], ["head_dim", "even"]),
+        (["--override", "local_blocks=1", "pool_window=64"], ["local_blocks=1", "at least"]),
+        (["--tokenizer", "/no/tokenizer.json"], ["/no/tokenizer.json", "bytes"]),
+        (["--dense.steps", "0", "--nosa.steps", "0"], ["leave nothing to train"]),
+        (["--optimizer.learning-rate", "-1"], ["learning_rate=-1.0", "positive"]),
+        (["--freeze", "*.gamma"], ["'*.gamma'", "matches no parameter"]),
+        (["--validation", "1.5"], ["validation=1.5", "between 0 and 1"]),
+        (["--init-from", "/no/run"], ["/no/run", "no checkpoint folder"]),
+        (["--preset", "huge"], ["huge"]),
+        (["--max-bytes", "10"], ["max_bytes=10", "Raise it"]),
+    ],
+)
+def test_bad_value_is_named_with_its_limit_and_remedy(capsys, tmp_path, argv, words) -> None:
+    message = _refused(capsys, tmp_path / "run", *argv)
+    for word in words:
+        assert word in message
+
+
+def test_tokenizer_larger_than_the_vocabulary(capsys, tmp_path, word_tokenizer) -> None:
+    message = _refused(capsys, tmp_path / "run", "--tokenizer", str(word_tokenizer))
+    assert "has 500 tokens" in message
+    assert "vocab_size=259" in message
+    assert "--override vocab_size=500" in message
+
+
+def test_folder_without_text(capsys, tmp_path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG\0\0")
+    assert "holds no text" in _refused(capsys, tmp_path / "run", "--data", str(tmp_path / "pictures"))
+
+
+def test_jsonl_with_another_key(capsys, tmp_path) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps({"body": "text"}))
+    message = _refused(capsys, tmp_path / "run", "--data", str(tmp_path / "d.jsonl"))
+    assert "d.jsonl:1" in message
+    assert "--text-field" in message
+
+
+def test_out_that_cannot_be_written(capsys, tmp_path, text_folder) -> None:
+    (tmp_path / "file").write_text("")
+    message = _refused(capsys, tmp_path / "file" / "run", "--data", str(text_folder))
+    assert "cannot be written" in message
+    assert "Give a folder" in message
+
+
+def test_export_that_exists(capsys, tmp_path, text_folder) -> None:
+    message = _refused(capsys, tmp_path / "run", "--data", str(text_folder), "--export", str(text_folder))
+    assert "already exists" in message
+
+
+def test_help_is_not_an_error(capsys) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for word in ("--data", "stdlib", "--dense.seq-len", "--optimizer.learning-rate", "--train-only"):
+        assert word in text

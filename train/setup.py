@@ -1,0 +1,204 @@
+"""Everything that is checked and made ready before a run writes its first byte."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from nosa_jax.checkpoint import (
+    Params,
+    Skeleton,
+    abstract_model,
+    find_checkpoint,
+    load_model,
+    make_meta,
+    read_meta,
+    require_same_config,
+    split_model,
+)
+from nosa_jax.config import NosaConfig
+from nosa_jax.errors import InputError
+from nosa_jax.tokenizer import Tokenizer, load_tokenizer
+from nosa_jax.train.config import MAY_DIFFER, TrainConfig
+from nosa_jax.train.corpus import Corpus, build_corpus
+from nosa_jax.train.optimizer import learning_rate, make_optimizer, trainable_names
+from nosa_jax.train.sharding import tree_shardings
+from nosa_jax.train.step import TrainState, init_state, state_from_params
+
+CHECKPOINTS_DIR = "checkpoints"
+_REMAT_FROM_TOKENS = 2048
+_REMAT_FROM_PARAMETERS = 100_000_000
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The checked parts of a run."""
+
+    config: TrainConfig
+    model_config: NosaConfig
+    tokenizer: Tokenizer
+    corpus: Corpus
+    skeleton: Skeleton
+    abstract_params: Params
+    trainable: frozenset[str]
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    mesh: Mesh
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, trained or not."""
+        return sum(int(np.prod(p.shape)) for p in self.abstract_params.values())
+
+    def remat(self, seq_len: int) -> bool:
+        """Whether a phase recomputes activations; see `TrainConfig.remat`."""
+        if self.config.remat is not None:
+            return self.config.remat
+        return seq_len >= _REMAT_FROM_TOKENS or self.num_parameters >= _REMAT_FROM_PARAMETERS
+
+    def meta(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The JSON item of a checkpoint; `data` is the position in the batches."""
+        return make_meta(
+            self.model_config,
+            self.tokenizer,
+            train=self.config.to_dict(),
+            corpus=self.corpus.fingerprint,
+            data=data,
+            versions={"jax": jax.__version__},
+        )
+
+    def require_same_run(self, meta: dict[str, Any], where: str) -> None:
+        """Raise InputError where going on from a checkpoint would not continue the run that wrote it."""
+        require_same_config(self.model_config, NosaConfig.from_dict(meta["config"]), where)
+        if meta["tokenizer"] != self.tokenizer.to_dict():
+            raise InputError(f"{where!r} was trained with another tokenizer. Give the same one, or another out folder.")
+        now, then = self.config.to_dict(), meta["train"]
+        names = sorted((set(now) | set(then)) - MAY_DIFFER)
+        if differing := [f"{n} was {then.get(n)!r}, is {now.get(n)!r}" for n in names if now.get(n) != then.get(n)]:
+            raise InputError(
+                f"{where!r} was trained with other settings: {'; '.join(differing)}. Resume with the same ones, or "
+                "start another run from its weights with --init-from."
+            )
+        if meta["corpus"] != self.corpus.fingerprint:
+            raise InputError(
+                f"{where!r} was trained on other text: the corpus has changed since (files, their contents, max_bytes, "
+                "or the Python whose standard library is read). Restore it, or start another run with --init-from."
+            )
+
+    def initial_state(self) -> TrainState:
+        """Step 0: random weights, or those of `init_from`."""
+        config, layout = self.config, self.config.parameters
+        if config.init_from is None:
+            return init_state(self.model_config, self.optimizer, self.trainable, config.seed, self.mesh, layout)
+        model, _, _ = load_model(config.init_from, config=_as_saved(self.model_config, config.init_from))
+        _, params = split_model(model)
+        key_data = jax.random.key_data(jax.random.key(config.seed))
+        state = state_from_params(params, self.optimizer, self.trainable, key_data)
+        return jax.device_put(state, tree_shardings(state, self.mesh, layout))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, to restore into."""
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        state = jax.eval_shape(
+            lambda params, key: state_from_params(params, self.optimizer, self.trainable, key),
+            self.abstract_params,
+            key,
+        )
+        shardings = tree_shardings(state, self.mesh, self.config.parameters)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+
+def prepare(config: TrainConfig, model_config: NosaConfig | None, mesh: Mesh) -> Setup:
+    """Check a run's settings against each other and read its text; nothing is written.
+
+    Raises InputError naming the value, its limit and the way out.
+    """
+    model_config = config.model_config() if model_config is None else model_config
+    for phase in config.phases:
+        if phase.seq_len > model_config.max_context:
+            raise InputError(
+                f"seq_len={phase.seq_len} of the {phase.attention} phase is longer than the model's "
+                f"max_context={model_config.max_context} tokens. Shorten it or raise max_context."
+            )
+        if phase.batch % (mesh.size * config.optimizer.accumulate):
+            raise InputError(
+                f"batch={phase.batch} of the {phase.attention} phase must be a multiple of {mesh.size} devices x "
+                f"accumulate={config.optimizer.accumulate}."
+            )
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise InputError(
+            f"the tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} tokens, but the model has "
+            f"vocab_size={model_config.vocab_size}. Give --override "
+            f"vocab_size={tokenizer.vocab_size} or another tokenizer."
+        )
+    if config.init_from is not None and not config.resume:
+        _as_saved(model_config, config.init_from)
+    if config.export is not None and Path(config.export).exists():
+        raise InputError(f"export={config.export!r} already exists. Give a path that does not.")
+    skeleton, abstract = abstract_model(model_config)
+    trainable = trainable_names(skeleton.names, config.train_only, config.freeze)
+    corpus = build_corpus(
+        config.data,
+        tokenizer,
+        validation=config.validation,
+        text_field=config.text_field,
+        max_bytes=config.max_bytes,
+    )
+    return Setup(
+        config, model_config, tokenizer, corpus, skeleton, abstract, trainable,
+        make_optimizer(config.optimizer, config.total_steps), learning_rate(config.optimizer, config.total_steps), mesh,
+    )  # fmt: skip
+
+
+def open_folder(config: TrainConfig) -> Path:
+    """Make the run's folder. Raises InputError where it cannot be written or holds a run that is not to be resumed."""
+    out = Path(config.out).absolute()
+    steps = out / CHECKPOINTS_DIR
+    if not config.resume and steps.is_dir() and any(p.name.isdecimal() for p in steps.iterdir()):
+        raise InputError(
+            f"out={config.out!r} already holds the checkpoints of a run. Add --resume to go on with it, or give "
+            "another folder."
+        )
+    try:
+        steps.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(_unwritable(config.out, error.strerror or str(error))) from error
+    if not os.access(steps, os.W_OK | os.X_OK) or not os.access(out, os.W_OK | os.X_OK):
+        raise InputError(_unwritable(config.out, "permission denied"))
+    return out
+
+
+@contextmanager
+def exclusive(out: Path) -> Iterator[None]:
+    """Hold the run's folder for this process. Raises InputError where another one is training there."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process is training in {str(out)!r}. Wait for it or give another folder."
+            ) from error
+        yield
+
+
+def _unwritable(out: str, reason: str) -> str:
+    return f"out={out!r} cannot be written: {reason}. Give a folder on a disk that you may write to."
+
+
+def _as_saved(model_config: NosaConfig, path: str) -> NosaConfig:
+    """The config to demand of the checkpoint `init_from`: how attention selects may change, the arrays may not."""
+    folder = find_checkpoint(path)
+    saved = NosaConfig.from_dict(read_meta(folder)["config"])
+    arrays = ("vocab_size", "embed_dim", "ffn_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+              "tie_embeddings", "param_dtype")  # fmt: skip
+    require_same_config(saved.replace(**{name: getattr(model_config, name) for name in arrays}), saved, str(folder))
+    return saved
