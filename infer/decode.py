@@ -1,0 +1,153 @@
+"""One decoding step: a pure function of weights, state and tokens."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from nosa_jax.config import NosaConfig
+from nosa_jax.infer.frozen import FrozenModel, freeze
+from nosa_jax.model import DecoderLayer, NosaLM
+from nosa_jax.offload.append import append_pooling, append_tail
+from nosa_jax.offload.layout import CacheLayout
+from nosa_jax.offload.residency import Residency, bring_in, write_full_blocks
+from nosa_jax.offload.state import DecodeState, LayerCache, StepCounts
+from nosa_jax.pallas_kernels import NO_BLOCK, decode_attention
+from nosa_jax.selection import select
+
+
+def decode_step(
+    model: NosaLM | FrozenModel, state: DecodeState, tokens: Int[Array, "B"]
+) -> tuple[Float[Array, "B V"], DecodeState]:
+    """Append one token to every active row and compute the logits of the next (docs/03).
+
+    Jitted; the state is donated, so the one passed in cannot be used again. Compiled once per layout, whatever the
+    lengths. Blocks that a layer selects and has not in a slot are copied from host pages inside the step.
+
+    Args:
+      model: `freeze(model)`, or a model, which is then split and cast in every call.
+      state: from `Engine.prefill` or the previous step.
+      tokens: the next token of each row; entries of rows that are not active are ignored.
+
+    Returns: float32 logits, and the new state. A row that is not active, or whose length has reached its capacity,
+      keeps its cache and its previous logits.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the engine that owns the host pages was closed.
+    """
+    return _jitted_step(freeze(model), state, jnp.asarray(tokens, jnp.int32))
+
+
+def step(
+    model: FrozenModel, state: DecodeState, tokens: Int[Array, "B"]
+) -> tuple[Float[Array, "B V"], DecodeState]:
+    """`decode_step` without its own jit, to be called from a jitted function of yours."""
+    modules, layout = model.module(), state.layout
+    active = state.active & (state.lengths < state.capacity)
+    positions = state.lengths[:, None]
+    next_step = state.step + 1
+
+    x = modules.embed(jnp.where(active, tokens, 0)[:, None])
+    layers, counts = [], []
+    for index, (layer, cache) in enumerate(zip(modules.layers, state.layers, strict=True)):
+        x, cache, count = _layer_step(
+            layer, x, cache, positions, active, next_step, state.page_table, state.handle, index, layout
+        )
+        layers.append(cache)
+        counts.append(count)
+    logits = modules.unembed(modules.final_norm(x))[:, 0]
+    logits = jnp.where(active[:, None], logits, state.logits)
+
+    last = StepCounts(*(jnp.stack(parts) for parts in zip(*counts, strict=True)))
+    full = last.selected == layout.n_selected
+    locality = jnp.where(full, last.kept / jnp.maximum(last.selected, 1), jnp.inf)
+    return logits, state.replace(
+        layers=tuple(layers),
+        lengths=state.lengths + active,
+        logits=logits,
+        step=next_step,
+        last=last,
+        total=StepCounts(*(a + b for a, b in zip(state.total, last, strict=True))),
+        min_locality=jnp.minimum(state.min_locality, locality),
+    )
+
+
+_jitted_step = partial(jax.jit, donate_argnames="state")(step)
+
+
+def selected_blocks(
+    q: Float[Array, "B 1 N H"],
+    cache: LayerCache,
+    lengths: Int[Array, "B"],
+    active: Bool[Array, "B"],
+    layout: CacheLayout,
+) -> Int[Array, "B K C"]:
+    """Block ids that the token at position `lengths` attends to; nothing for rows that are not active."""
+    config = layout.config
+    if layout.attention == "dense":
+        every = jnp.arange(layout.n_blocks, dtype=jnp.int32)
+        ids = jnp.where(every <= (lengths // config.block_size)[:, None, None], every, NO_BLOCK)
+        ids = jnp.broadcast_to(ids, cache.selected.shape)
+    else:
+        ids = select(
+            q,
+            cache.pooled_k,
+            cache.pooled_rank,
+            lengths[:, None],
+            config=config,
+            attention=layout.attention,
+            n_blocks=layout.n_blocks,
+        )[:, 0]
+    return jnp.where(active[:, None, None], ids, NO_BLOCK)
+
+
+def _layer_step(
+    layer: DecoderLayer,
+    x: jax.Array,
+    cache: LayerCache,
+    positions: jax.Array,
+    active: jax.Array,
+    next_step: jax.Array,
+    page_table: jax.Array,
+    handle: jax.Array,
+    index: int,
+    layout: CacheLayout,
+) -> tuple[jax.Array, LayerCache, StepCounts]:
+    config: NosaConfig = layout.config
+    lengths = positions[:, 0]
+    q, k, v, cis = layer.attention.project(layer.attention_norm(x), positions)
+    cache = append_pooling(cache, k[:, 0], cis[:, 0], lengths, active, layout)
+    block_ids = selected_blocks(q, cache, lengths, active, layout)
+    cache, residency = bring_in(
+        cache, block_ids, lengths, page_table, handle, next_step, layer=index, layout=layout
+    )
+
+    # From here on the slots go through one chain of in-place updates; attention reads the end of it.
+    current = (lengths // config.block_size)[:, None, None]
+    tail_slot = jnp.where(block_ids == current, residency.slot_ids, -1).max(axis=-1)
+    cache = dataclasses.replace(cache, slots=append_tail(cache.slots, k[:, 0], v[:, 0], tail_slot, lengths))
+    cache = write_full_blocks(cache, tail_slot, lengths, active, page_table, handle, layer=index, layout=layout)
+    heads = decode_attention(
+        q[:, 0],
+        cache.slots,
+        cache.cis if config.uses_eviction_head(layout.attention) else None,
+        residency.slot_ids,
+        block_ids,
+        lengths + 1,
+    )
+    counts = _count(block_ids, cache.selected, residency)
+    selected = jnp.where(active[:, None, None], block_ids, cache.selected)
+    return layer.finish(x, heads[:, None]), dataclasses.replace(cache, selected=selected), counts
+
+
+def _count(block_ids: jax.Array, before: jax.Array, residency: Residency) -> StepCounts:
+    chosen = block_ids != NO_BLOCK
+    kept = chosen & (block_ids[..., :, None] == before[..., None, :]).any(axis=-1)
+    return StepCounts(
+        hits=residency.hits,
+        misses=residency.misses,
+        selected=chosen.sum(axis=-1, dtype=jnp.int32),
+        kept=kept.sum(axis=-1, dtype=jnp.int32),
+    )

@@ -1,0 +1,49 @@
+"""Model weights as inference uses them: split from their module once, in the compute dtype."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nosa_jax.config import NosaConfig
+from nosa_jax.model import NosaLM
+
+# Read in float32 whatever the compute dtype: the eviction head and the norms.
+_FLOAT32_PARAMETERS = frozenset({"delta_weight_kkh", "a_k", "scale_d"})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model's parameters as a pytree, and the graph that puts them back into modules inside a jitted function."""
+
+    parameters: nnx.State
+    graph: nnx.GraphDef = field(metadata={"static": True})
+    config: NosaConfig = field(metadata={"static": True})
+
+    def module(self) -> NosaLM:
+        """The model as modules, around these parameters."""
+        return nnx.merge(self.graph, self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.parameters))
+
+
+def freeze(model: NosaLM | FrozenModel) -> FrozenModel:
+    """Split a model for inference and cast its matrices to the compute dtype.
+
+    The parameters are copies wherever the cast changes them; training the model further does not change them.
+    """
+    if isinstance(model, FrozenModel):
+        return model
+    graph, parameters = nnx.split(model)
+    dtype = jnp.dtype(model.config.dtype)
+
+    def cast(path: tuple[object, ...], x: jax.Array) -> jax.Array:
+        names = {str(getattr(key, "key", key)) for key in path}
+        return x if names & _FLOAT32_PARAMETERS else x.astype(dtype)
+
+    return FrozenModel(jax.tree_util.tree_map_with_path(cast, parameters), graph, model.config)

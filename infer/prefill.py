@@ -1,0 +1,141 @@
+"""Reading a prompt into one row of the cache, layer by layer.
+
+Memory beside the cache: the hidden states of the tokens read at once, and one layer's keys and values of that row.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from nosa_jax.infer.frozen import FrozenModel
+from nosa_jax.offload.layout import CacheLayout
+from nosa_jax.offload.rows import RowTokens, extend_row, layer_pages, pool_row, store_row
+from nosa_jax.offload.state import DecodeState, LayerCache
+from nosa_jax.pallas_kernels import NO_BLOCK, dense_attention, sparse_attention
+from nosa_jax.selection import select
+
+
+def padded_length(n_tokens: int, layout: CacheLayout) -> int:
+    """The static length that a piece of `n_tokens` is padded to: 1, 1.5, 2, 3, 4, 6, 8 ... blocks.
+
+    Few lengths mean few compilations: about two per doubling of the context.
+    """
+    block = layout.config.block_size
+    size, half = 1, False
+    while size * block < n_tokens:
+        size, half = (size * 4 // 3, False) if half else ((size * 3 // 2, True) if size > 1 else (2, False))
+    return min(size, layout.n_blocks) * block
+
+
+def prefill_row(
+    model: FrozenModel, state: DecodeState, row: int, tokens: Int[np.ndarray, " n"], start: int
+) -> DecodeState:
+    """Append `tokens` to a row that holds `start` tokens; with 0 the row's old contents are forgotten.
+
+    The row's page table and capacity must be set. One compilation per padded length, and for `start` = 0 or not.
+
+    Args:
+      state: donated; the one passed in cannot be used again.
+      tokens: at least one id. The row must have room for them.
+
+    Returns: the state with the row's length, cache and next-token logits updated.
+    """
+    layout = state.layout
+    count = len(tokens)
+    padded = np.zeros((1, padded_length(count, layout)), np.int32)
+    padded[0, :count] = tokens
+    numbers = [jnp.asarray(n, jnp.int32) for n in (row, start, count)]
+
+    modules = model.module()
+    x = _embed(*nnx.split(modules), jnp.asarray(padded))
+    layers = list(state.layers)
+    for index, layer in enumerate(modules.layers):
+        graph, parameters = nnx.split(layer)
+        x, layers[index] = _prefill_layer(
+            graph, parameters, x, layers[index], *numbers, jnp.asarray(index, jnp.int32), state.step,
+            state.page_table, state.handle, layout=layout, fresh=start == 0,
+        )  # fmt: skip
+    logits = _last_logits(*nnx.split(modules), x, numbers[2])
+    return state.replace(
+        layers=tuple(layers),
+        lengths=state.lengths.at[row].set(start + count),
+        logits=state.logits.at[row].set(logits),
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _embed(graph: Any, parameters: Any, tokens: jax.Array) -> jax.Array:
+    return nnx.merge(graph, parameters).embed(tokens)
+
+
+@partial(jax.jit, static_argnums=0)
+def _last_logits(graph: Any, parameters: Any, x: jax.Array, count: jax.Array) -> jax.Array:
+    modules = nnx.merge(graph, parameters)
+    return modules.unembed(modules.final_norm(x[0, count - 1]))
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("layout", "fresh"), donate_argnums=(2, 3))
+def _prefill_layer(
+    graph: Any,
+    parameters: Any,
+    x: jax.Array,
+    cache: LayerCache,
+    row: Array,
+    start: Array,
+    count: Array,
+    layer_index: Array,
+    step: Array,
+    page_table: Array,
+    handle: Array,
+    *,
+    layout: CacheLayout,
+    fresh: bool,
+) -> tuple[jax.Array, LayerCache]:
+    config = layout.config
+    layer = nnx.merge(graph, parameters)
+    offsets = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    positions = start + offsets
+    q, k, v, cis = layer.attention.project(layer.attention_norm(x), positions)
+    is_token = offsets < count
+    new = RowTokens(
+        jnp.where(is_token[..., None, None], k, 0),
+        jnp.where(is_token[..., None, None], v, 0),
+        jnp.where(is_token[..., None], cis, 0),
+    )
+    pages = layer_pages(page_table, handle, row, layer_index, config.num_layers)
+    tokens = extend_row(cache, new, row, start, pages, layout, fresh=fresh)
+    length = start + count
+    pooling = pool_row(tokens, length, config)
+
+    if layout.attention == "dense":
+        heads = dense_attention(q, tokens.k, tokens.v, None if fresh else positions)
+        every = jnp.arange(layout.n_blocks, dtype=jnp.int32)
+        last = jnp.where(every * config.block_size < length, every, NO_BLOCK)
+        selected = jnp.broadcast_to(last, (config.num_kv_heads, layout.n_blocks))
+    else:
+        block_ids = select(
+            q,
+            pooling.keys,
+            pooling.rank,
+            positions,
+            config=config,
+            attention=layout.attention,
+            n_blocks=tokens.k.shape[1] // config.block_size,
+        )
+        heads = sparse_attention(
+            q,
+            tokens.k,
+            tokens.v,
+            tokens.cis if config.uses_eviction_head(layout.attention) else None,
+            block_ids,
+            None if fresh else positions,
+            block_size=config.block_size,
+        )
+        selected = block_ids[0, count - 1]
+    cache = store_row(cache, tokens, pooling, selected, row, start, length, step, pages, layout)
+    return layer.finish(x, heads), cache

@@ -1,0 +1,84 @@
+"""Adding one token to a layer's cache: window sums, pooled windows, cis, and the tail block."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from nosa_jax.eviction import ranking_scores
+from nosa_jax.offload.layout import CacheLayout
+from nosa_jax.offload.state import LayerCache
+
+
+def append_pooling(
+    cache: LayerCache,
+    k: Float[Array, "B K H"],
+    cis: Float[Array, "B K"],
+    lengths: Int[Array, "B"],
+    active: Bool[Array, "B"],
+    layout: CacheLayout,
+) -> LayerCache:
+    """Account for one new token per active row, before it is selected for.
+
+    Sums over a pooling stride grow token by token, in the order that pooling a whole sequence adds them; when a
+    window completes, its mean is the same number bit for bit.
+
+    Args:
+      k, cis: rotated key and eviction score of the new token at position `lengths`.
+      lengths: tokens in each row before it.
+    """
+    c = layout.config
+    stride, strides = c.pool_stride, layout.n_strides
+    stride_index, offset = lengths // stride, lengths % stride
+    current = (stride_index % strides)[:, None] == jnp.arange(strides)  # [B, R]
+
+    def add(sums: jax.Array, x: jax.Array) -> jax.Array:  # [B, K, R, ...] and [B, K, ...]
+        fill = (1,) * (sums.ndim - 3)
+        x = x.astype(jnp.float32)[:, :, None]
+        grown = jnp.where((offset == 0).reshape(-1, 1, 1, *fill), x, sums + x)
+        place = (current & active[:, None]).reshape(current.shape[0], 1, strides, *fill)
+        return jnp.where(place, grown, sums)
+
+    rank = ranking_scores(cis, c.eviction)
+    key_sums, rank_sums = add(cache.key_sums, k), add(cache.rank_sums, rank)
+
+    window = stride_index - (strides - 1)
+    complete = active & (offset == stride - 1) & (window >= 0)
+
+    def window_mean(sums: jax.Array) -> jax.Array:  # [B, K, ...]
+        order = (window[:, None] + jnp.arange(strides)) % strides
+        parts = jnp.take_along_axis(sums, order.reshape(order.shape[0], 1, strides, *(1,) * (sums.ndim - 3)), axis=2)
+        total = parts[:, :, 0]
+        for index in range(1, strides):
+            total = total + parts[:, :, index]
+        return total / c.pool_window
+
+    rows = jnp.arange(lengths.shape[0])
+    where = jnp.where(complete, window, layout.n_windows)  # out of range: dropped
+    block = jnp.where(active, lengths // c.block_size, layout.n_blocks)
+    return dataclasses.replace(
+        cache,
+        key_sums=key_sums,
+        rank_sums=rank_sums,
+        pooled_k=cache.pooled_k.at[rows, :, where].set(
+            window_mean(key_sums).astype(cache.pooled_k.dtype), mode="drop"
+        ),
+        pooled_rank=cache.pooled_rank.at[rows, :, where].set(window_mean(rank_sums), mode="drop"),
+        cis=cache.cis.at[rows, :, block, lengths % c.block_size].set(cis, mode="drop"),
+    )
+
+
+def append_tail(
+    slots: Float[Array, "B K S 2 P H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    tail_slot: Int[Array, "B K"],
+    lengths: Int[Array, "B"],
+) -> Float[Array, "B K S 2 P H"]:
+    """Write the new token's key and value into the slot of each row's current block; a negative slot writes nothing."""
+    batch, heads, n_slots, _, block_size, _ = slots.shape
+    slot = jnp.where(tail_slot >= 0, tail_slot, n_slots)
+    rows, kv_heads = jnp.arange(batch)[:, None], jnp.arange(heads)[None]
+    pair = jnp.stack([k, v], axis=2).astype(slots.dtype)
+    return slots.at[rows, kv_heads, slot, :, (lengths % block_size)[:, None]].set(pair, mode="drop")
