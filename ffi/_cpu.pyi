@@ -3,7 +3,6 @@
 from typing import Any
 
 CUDA_STATE: str
-MAX_POOLS: int
 
 class HostMemoryError(MemoryError): ...
 class PoolClosedError(RuntimeError): ...

@@ -17,6 +17,9 @@ from nosa_jax.ffi.registration import register
 
 register()
 
+# 16 thread blocks saturate a PCIe 5 link with pages of 32 KiB: 64 and 132 gain nothing from 512 KiB a call upwards.
+DEFAULT_CTAS = 16
+
 
 class TransferList(NamedTuple):
     """Blocks to move between host pages and slots: entries j < count, of every row and KV head."""
@@ -89,6 +92,7 @@ def swap_in(
     *,
     layer: int,
     n_layers: int,
+    n_ctas: int = DEFAULT_CTAS,
 ) -> Shaped[Array, "B K S 2 P H"]:
     """Copy the listed blocks of one layer from their host pages into slots; returns the cache, updated in place.
 
@@ -98,12 +102,15 @@ def swap_in(
         load: which block goes to which slot.
         page_table: where each block of a row lies in the pool, in units of `n_layers * K` pages.
         layer, n_layers: which of the layers that share the pool this is.
+        n_ctas: thread blocks that do the copying on a GPU; the rest of the GPU stays free. No meaning on the CPU.
 
-    Raises (on the CPU when the result is read, on a GPU from `HostPool.check`):
-        jax.errors.JaxRuntimeError: a closed pool, a page size other than the slots', or a number out of range. The
-            cache's and the pool's contents are then as before.
+    Raises:
+        ValueError: `layer` is outside the layers.
+        jax.errors.JaxRuntimeError: (on the CPU, when the result is read) a closed pool, a page size other than the
+            slots', or a number out of range; nothing was copied then. On a GPU the entry at fault is left out and
+            `HostPool.check` raises.
     """
-    return _transfer("swap_in", handle, slots, load, page_table, layer, n_layers)
+    return _transfer("swap_in", handle, slots, load, page_table, layer, n_layers, n_ctas)
 
 
 def write_pages(
@@ -114,20 +121,30 @@ def write_pages(
     *,
     layer: int,
     n_layers: int,
+    n_ctas: int = DEFAULT_CTAS,
 ) -> Shaped[Array, "B K S 2 P H"]:
     """Copy the listed blocks of one layer from slots to their host pages; returns `pages`, unchanged.
 
     Use the returned array from here on: that is what orders later swaps after this write. Arguments and errors are
     those of `swap_in`.
     """
-    return _transfer("write_pages", handle, pages, store, page_table, layer, n_layers)
+    return _transfer("write_pages", handle, pages, store, page_table, layer, n_layers, n_ctas)
 
 
 def _transfer(
-    name: str, handle: Any, cache: Array, entries: TransferList, page_table: Array, layer: int, n_layers: int
+    name: str,
+    handle: Any,
+    cache: Array,
+    entries: TransferList,
+    page_table: Array,
+    layer: int,
+    n_layers: int,
+    n_ctas: int,
 ) -> Array:
     if not 0 <= layer < n_layers:
         raise ValueError(f"{name}: layer={layer} is outside the {n_layers} layers")
+    if not 1 <= n_ctas < 2**16:
+        raise ValueError(f"{name}: n_ctas={n_ctas} is outside 1..65535")
     call = jax.ffi.ffi_call(
         f"nosa_{name}",
         jax.ShapeDtypeStruct(cache.shape, cache.dtype),
@@ -136,7 +153,7 @@ def _transfer(
         has_side_effect=True,
     )
     args = _guard(name, jnp.asarray(handle), cache, *entries, page_table)
-    return call(*args, layer=layer, n_layers=n_layers)
+    return call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)
 
 
 def _guard(name: str, *args: Array) -> tuple[Array, ...]:

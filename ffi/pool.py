@@ -1,13 +1,20 @@
 """`HostPool`: pages of host memory that handlers inside a compiled step read and write."""
 
+import time
+import weakref
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+import jax
 import numpy as np
 from jaxtyping import Int32, UInt8
 
 from nosa_jax.ffi import _cpu
+from nosa_jax.ffi.registration import has_cuda
+
+if TYPE_CHECKING:
+    from nosa_jax.ffi import _cuda
 
 HostMemoryError = _cpu.HostMemoryError
 PoolClosedError = _cpu.PoolClosedError
@@ -31,33 +38,53 @@ class HostPool:
     A page holds one block of one KV head (K, then V). Compiled code finds the pool through `handle`, which it takes
     as data: one compiled step serves every pool, and a closed pool is noticed instead of being read. The slab is
     freed by `close`, at the end of a `with` block, or with the last reference; a handler that is running keeps it
-    until it is done.
+    until it is done. Handlers on the CPU can use every pool; those of a GPU need one that was made for a GPU, which
+    is pinned.
 
     Args:
         n_pages: pages, at least 1.
         page_bytes: bytes of one page, at least 1.
+        device: where the handlers run that will use the pool; JAX's default device if not given.
         available_bytes: host bytes to plan with, where the system's own figure (free memory, limits of control
             groups) is known to be wrong.
 
     Raises:
-        HostMemoryError: (a MemoryError) more than 95 % of the available memory would be used. Nothing was allocated.
+        HostMemoryError: (a MemoryError) more than 95 % of the available memory would be used (nothing was allocated),
+            or the system refused to map or to pin it (everything was given back). It names the bytes and the limit.
         ValueError: a size below 1.
         RuntimeError: 1024 pools are open already.
     """
 
-    def __init__(self, n_pages: int, page_bytes: int, *, available_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        n_pages: int,
+        page_bytes: int,
+        *,
+        device: jax.Device | None = None,
+        available_bytes: int | None = None,
+    ) -> None:
         for name, value in (("n_pages", n_pages), ("page_bytes", page_bytes)):
             if not 1 <= value < 2**63:
                 raise ValueError(f"HostPool: {name}={value} must be at least 1 and below 2**63")
+        start = time.perf_counter()
         available = _cpu.available_bytes() if available_bytes is None else available_bytes
         self._native = _cpu.HostPool(n_pages, page_bytes, available)
         self.n_pages = n_pages
         self.page_bytes = page_bytes
+        self._pinned = _pin(self._native, n_pages, page_bytes, device)
+        # Unpins before the slab goes, also when the interpreter exits with the pool open.
+        self._finalizer = weakref.finalize(self, _close, self._native, self._pinned)
+        self.setup_seconds = time.perf_counter() - start
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return self.n_pages * self.page_bytes
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the pool was made for a GPU."""
+        return self._pinned is not None
 
     @property
     def handle(self) -> Int32[np.ndarray, "2"]:
@@ -70,8 +97,11 @@ class HostPool:
         return self._native.closed
 
     def close(self) -> None:
-        """Give the memory back. Closing again does nothing; whatever uses the pool afterwards gets an error."""
-        self._native.close()
+        """Give the memory back. Closing again does nothing; whatever uses the pool afterwards gets an error.
+
+        A pinned pool waits for its devices to finish what they were given before.
+        """
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -83,11 +113,21 @@ class HostPool:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
-        return f"HostPool({self.n_pages} pages of {self.page_bytes} bytes, {state}, handle {self._native.handle})"
+        kind = "pinned" if self.pinned else "not pinned"
+        rate = self.nbytes / self.setup_seconds / 1e9
+        return (
+            f"HostPool({self.n_pages} pages of {self.page_bytes} bytes, {state}, {kind}, "
+            f"set up in {self.setup_seconds:.3f} s ({rate:.1f} GB/s), handle {self._native.handle})"
+        )
 
     def stats(self) -> PoolStats:
-        """Counters since the pool was made; readable after `close` too."""
+        """Counters since the pool was made; readable after `close` too.
+
+        On a GPU they are those of the steps that are done: read a step's result first.
+        """
         counts = self._native.stats()
+        if self._pinned is not None:
+            counts = {name: count + counts[name] for name, count in self._pinned.counts().items()}
         return PoolStats(
             bytes_read=counts["pages_read"] * self.page_bytes,
             bytes_written=counts["pages_written"] * self.page_bytes,
@@ -98,12 +138,16 @@ class HostPool:
         """Raise what a handler could only record.
 
         Handlers on the CPU raise by themselves, so there this finds nothing. On a GPU nothing can be raised from
-        within a step: call this after a step's results were read.
+        within a step: call this after a step's results were read. What was found is raised once.
 
         Raises:
-            PoolClosedError: the pool was used by a handler after it was closed.
+            PoolClosedError: a handler was given the handle of a closed pool, or one that was never given out.
             RuntimeError: a block, slot, count or page number out of range; the message holds the numbers.
         """
+        fault = None if self._pinned is None else self._pinned.take_fault()
+        if fault is not None:
+            was_closed, text = fault
+            raise PoolClosedError(text) if was_closed else RuntimeError(text)
 
     def read_page(self, index: int) -> UInt8[np.ndarray, " bytes"]:
         """A copy of one page, for tests and debugging.
@@ -123,3 +167,29 @@ class HostPool:
             PoolClosedError: the pool is closed.
         """
         self._native.write_page(index, data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
+
+
+def _pin(
+    native: "_cpu.HostPool", n_pages: int, page_bytes: int, device: jax.Device | None
+) -> "_cuda.PinnedPool | None":
+    """Register the slab with CUDA if the pool is for a GPU. Raises HostMemoryError, with the slab closed."""
+    if not has_cuda():
+        return None
+    if device is None:
+        default = jax.config.jax_default_device
+        device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    if device.platform != "gpu":
+        return None
+    from nosa_jax.ffi import _cuda
+
+    try:
+        return _cuda.PinnedPool(device.local_hardware_id, *native.handle, native.address, n_pages, page_bytes)
+    except RuntimeError as error:
+        native.close()
+        raise HostMemoryError(f"host pool: {error}. Plan fewer or shorter requests, or raise the limit.") from error
+
+
+def _close(native: "_cpu.HostPool", pinned: "_cuda.PinnedPool | None") -> None:
+    if pinned is not None:
+        pinned.release()
+    native.close()

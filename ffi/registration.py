@@ -1,6 +1,7 @@
 """Makes the handlers known to JAX, once, when the package is imported."""
 
 import functools
+from typing import Any
 
 import jax
 
@@ -26,4 +27,14 @@ def register() -> None:
     """
     for name, handler in _cpu.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
-        jax.ffi.register_ffi_target(name, _cpu.not_built_handler(), platform="CUDA")
+    for name, handler in cuda_handlers().items():
+        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+
+
+def cuda_handlers() -> dict[str, Any]:
+    """The handlers of platform CUDA, or under the same names one that says how to build them."""
+    if not has_cuda():
+        return dict.fromkeys(_cpu.handlers(), _cpu.not_built_handler())
+    from nosa_jax.ffi import _cuda
+
+    return _cuda.handlers()

@@ -107,7 +107,7 @@ ffi::Error AssignSlots(Int32Buffer3 wanted, Int32Buffer3 slot_block, Int32Buffer
                        Int32Result3 new_slot_block, Int32Result3 new_last_used, Int32Result3 load_block,
                        Int32Result3 load_slot, Int32Result2 load_count, Int32Result2 hits, Int32Result2 misses,
                        int64_t n_blocks) {
-  AssignSizes sizes;
+  AssignSizes sizes{};
   if (auto error = ReadAssignSizes(wanted, slot_block, last_used, fresh_from, n_blocks, &sizes); error.failure()) {
     return error;
   }

@@ -74,7 +74,6 @@ NB_MODULE(_cpu, m) {
   m.def("handlers", &Handlers);
   m.def("not_built_handler", [] { return Capsule(kNotBuilt); });
   m.attr("CUDA_STATE") = NOSA_CUDA_STATE;
-  m.attr("MAX_POOLS") = Registry::kCapacity;
 }
 
 }  // namespace

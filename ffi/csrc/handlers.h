@@ -93,7 +93,8 @@ auto BindTransfer(Binding&& binding) {
       .template Arg<Int32Buffer2>()      // page_table
       .template Ret<ffi::AnyBuffer>()
       .template Attr<int64_t>("layer")
-      .template Attr<int64_t>("n_layers");
+      .template Attr<int64_t>("n_layers")
+      .template Attr<int64_t>("n_ctas");
 }
 
 template <typename Binding>

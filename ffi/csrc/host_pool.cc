@@ -44,8 +44,8 @@ Registry& Registry::Get() {
 Handle Registry::Add(std::shared_ptr<Pages> pages) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (free_.empty()) {
-    if (entries_.size() >= static_cast<size_t>(kCapacity)) {
-      throw std::runtime_error("host pool: " + std::to_string(kCapacity) + " pools are open already; close some");
+    if (entries_.size() >= static_cast<size_t>(kMaxPools)) {
+      throw std::runtime_error("host pool: " + std::to_string(kMaxPools) + " pools are open already; close some");
     }
     free_.push_back(static_cast<int32_t>(entries_.size()));
     entries_.emplace_back();
@@ -68,20 +68,11 @@ void Registry::Remove(Handle handle) {
   if (entry.generation != std::numeric_limits<int32_t>::max()) free_.push_back(handle.slot);
 }
 
-std::shared_ptr<Pages> Registry::Find(Handle handle, std::string* reason) const {
+std::shared_ptr<Pages> Registry::Find(Handle handle) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (handle.slot < 0 || handle.slot >= static_cast<int32_t>(entries_.size())) {
-    *reason = "handle " + Text(handle) + " names no host pool: " + std::to_string(entries_.size()) +
-              " places were ever used";
-    return nullptr;
-  }
+  if (handle.slot < 0 || handle.slot >= static_cast<int32_t>(entries_.size())) return nullptr;
   const Entry& entry = entries_[handle.slot];
-  if (entry.pages == nullptr || entry.generation != handle.generation) {
-    *reason = "handle " + Text(handle) + " names a host pool that is closed (its place is at generation " +
-              std::to_string(entry.generation) + ")";
-    return nullptr;
-  }
-  return entry.pages;
+  return entry.generation == handle.generation ? entry.pages : nullptr;
 }
 
 HostPool::HostPool(uint64_t n_pages, uint64_t page_bytes, uint64_t available_bytes)

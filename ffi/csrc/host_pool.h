@@ -9,16 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "handle.h"
 #include "memory.h"
 
 namespace nosa {
-
-// How a handler finds a pool: a place in the registry and how often that place was taken before.
-// It travels as int32[2] data, so a compiled step serves every pool and a closed pool is noticed by its generation.
-struct Handle {
-  int32_t slot;
-  int32_t generation;
-};
 
 struct PoolCounters {
   std::atomic<uint64_t> pages_read{0};
@@ -48,15 +42,13 @@ class PoolClosedError : public std::runtime_error {
 // Thread-safe table of the open pools of this process.
 class Registry {
  public:
-  static constexpr int32_t kCapacity = 1024;  // open pools at a time
-
   static Registry& Get();
 
-  // Throws std::runtime_error when kCapacity pools are open.
+  // Throws std::runtime_error when kMaxPools pools are open.
   Handle Add(std::shared_ptr<Pages> pages);
   void Remove(Handle handle);
-  // Null when the handle names no open pool; `reason` then says why.
-  std::shared_ptr<Pages> Find(Handle handle, std::string* reason) const;
+  // Null when the handle names no open pool.
+  std::shared_ptr<Pages> Find(Handle handle) const;
 
  private:
   struct Entry {

@@ -162,7 +162,7 @@ def test_threads_share_the_registry_and_their_pools_do_not_mix():
 
 def test_j4_importing_starts_no_backend():
     """A platform that does not exist makes the start of any backend fail; the import must not notice."""
-    script = "import nosa_jax.ffi as f; f.HostPool(1, 8).close(); print(f.status())"
+    script = "import nosa_jax.ffi as f; print(f.status())"
     environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
     assert run.returncode == 0, run.stderr
