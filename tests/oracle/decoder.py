@@ -52,6 +52,8 @@ def attend(
     pooled_k = oracle.pool_windows(k, geometry)
     score_q = oracle.pooled_scores(q, pooled_k, positions, n_blocks, geometry)
     static = np.zeros(k.shape[:3]) if cis is None else cis
+    if config.eviction == "dma":
+        static = np.exp(static)
     score_e = oracle.pool_blocks(oracle.pool_windows(static, geometry), n_blocks, geometry)
     score_e = np.broadcast_to(score_e[:, None], score_q.shape)
     if attention == "dense":

@@ -185,6 +185,14 @@ def test_b4_later_tokens_change_nothing(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_s2_backward_of_507_tokens_8_heads_and_2_selected_blocks(implementation):
+    """A length that fills no block, group 4, fewer blocks selected than exist."""
+    positions = np.arange(507, dtype=np.int32)[None]
+    arrays = inputs(507, 507, 507, batch=1, group=4)
+    check(arrays, random_ids(507, positions, 2, 8, 64, 2), positions, 64, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_s3_gradient_of_a_block_that_every_query_selects(implementation):
     """The error of dk, dv and dcis does not grow with the number of queries that are summed."""
     errors = []
