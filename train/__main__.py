@@ -1,5 +1,6 @@
 """`python -m nosa_jax.train`, installed as `nosa-train`."""
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ _INTERRUPTED = 130  # what shells report for SIGINT
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train from the command line. Returns 0; 1 where the run broke; 2 for bad input; 130 when interrupted."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs tracebacks of failures that are reported below
     try:
         config = tyro.cli(TrainConfig, args=argv, prog="nosa-train")
         result = train(config)

@@ -29,6 +29,7 @@ class CheckpointStore:
             cleanup_tmp_directories=True,
         )
         self._pending: tuple[int, Any] | None = None
+        self._failed = False
 
     def __enter__(self) -> Self:
         return self
@@ -104,9 +105,14 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            self._checkpointer.close()
+            try:
+                self._checkpointer.close()
+            except Exception as error:  # orbax raises the failure of a save once more
+                if not self._failed:
+                    raise self._failure(self.latest or 0, error) from error
 
     def _failure(self, step: int, error: Exception) -> RunFailure:
+        self._failed = True
         self._checkpointer.reload()
         kept = f"step {self.latest} is complete" if self.latest is not None else "no complete checkpoint exists"
         reason = " ".join(str(error).split())[:400]

@@ -85,8 +85,8 @@ class TrainConfig:
     """Fields of the preset to change, like num_layers=2 dtype=bfloat16."""
     tokenizer: str = BYTES
     """"bytes", or the path of a tokenizer.json."""
-    dense: Phase = Phase(steps=250, seq_len=512, batch=8, attention="dense")
-    nosa: Phase = Phase(steps=50, seq_len=1024, batch=4, attention="nosa")
+    dense: Phase = Phase(steps=250, seq_len=512, batch=4, attention="dense")
+    nosa: Phase = Phase(steps=60, seq_len=1024, batch=2, attention="nosa")
     optimizer: Optimizer = field(default_factory=Optimizer)
     init_from: str | None = None
     """Start from the weights of this run or exported checkpoint instead of random ones."""

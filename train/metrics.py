@@ -37,7 +37,7 @@ class MetricsLog:
         self._board.close()
         self._file.close()
 
-    def write(self, step: int, phase: str, **values: float) -> None:
+    def write(self, step: int, phase: str, **values: float | int) -> None:
         """Add a line and TensorBoard scalars. Raises OSError where the disk is full."""
         self._file.write(json.dumps({"step": step, "phase": phase, **values}) + "\n")
         self._file.flush()

@@ -113,7 +113,7 @@ def test_model_alone_is_loaded_from_a_run_a_step_or_an_export(tmp_path, small, p
     exported, _, meta = load_model(tmp_path / "export")
     assert meta["metadata"] == {"step": 2}
     assert not (tmp_path / "export" / "training").exists()
-    tokens = batch["tokens"]
+    tokens = jnp.asarray(batch["tokens"])
     np.testing.assert_array_equal(exported(tokens), model(tokens))
     first, _, _ = load_model(tmp_path / "run", step=1)
     from_folder, _, _ = load_model(tmp_path / "run" / "checkpoints" / "1")

@@ -14,7 +14,7 @@ def _case(length: int):
     weight = (rng.normal(size=(8, 11)) * 3).astype(np.float32)
     targets = rng.integers(0, 11, (2, length))
     mask = rng.random((2, length)) < 0.7
-    return hidden, weight, targets, mask
+    return hidden, weight, targets, mask  # NumPy
 
 
 def _numpy_loss(hidden, weight, targets, mask) -> float:
@@ -30,7 +30,7 @@ def test_loss_and_gradients_do_not_depend_on_the_chunk(length: int, max_logits: 
     hidden, weight, targets, mask = _case(length)
 
     def loss(hidden, weight, max_logits):
-        return cross_entropy(hidden, targets, jnp.asarray(mask), lambda h: h @ weight, max_logits)
+        return cross_entropy(hidden, jnp.asarray(targets), jnp.asarray(mask), lambda h: h @ weight, max_logits)
 
     (total, count), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
         jnp.asarray(hidden), jnp.asarray(weight), max_logits

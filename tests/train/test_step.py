@@ -18,10 +18,17 @@ STEPS = 200
 ADAM = Optimizer(learning_rate=1e-2, warmup_steps=0)
 
 
-def _batch(config: NosaConfig, batch: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
+def _batch(
+    config: NosaConfig, batch: int, length: int, seed: int = 0, targets: dict[int, slice] | None = None
+) -> dict[str, jax.Array]:
+    """Random windows; `targets` restricts rows' targets to a slice of their positions."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (batch, length + 1)).astype(np.int32)
-    return {"tokens": tokens, "mask": np.ones((batch, length), bool)}
+    mask = np.ones((batch, length), bool)
+    for row, kept in (targets or {}).items():
+        mask[row] = False
+        mask[row, kept] = True
+    return {"tokens": jnp.asarray(tokens), "mask": jnp.asarray(mask)}
 
 
 def _make(config: NosaConfig, optimizer: Optimizer = ADAM, train_only=(), freeze=()):
@@ -37,6 +44,10 @@ def _make(config: NosaConfig, optimizer: Optimizer = ADAM, train_only=(), freeze
     return skeleton, state, step
 
 
+def _gradients(skeleton, attention="nosa", **settings):
+    return jax.jit(functools.partial(loss_and_gradients, skeleton, attention=attention, **settings))
+
+
 def _copy(state: TrainState) -> TrainState:
     return jax.tree.map(jnp.copy, state)
 
@@ -45,7 +56,7 @@ def test_s4_every_parameter_learns_from_the_second_step_on(small) -> None:
     """`A` starts at 0, so `delta` gets its first gradient after `A` has moved."""
     skeleton, state, step = _make(small)
     batch = _batch(small, 2, 96)
-    gradients = jax.jit(functools.partial(loss_and_gradients, skeleton, attention="nosa"))
+    gradients = _gradients(skeleton)
     first = {name: float(jnp.linalg.norm(g)) for name, g in gradients(state, batch)[1].items()}
     assert {name for name, norm in first.items() if norm == 0} == {n for n in first if "delta" in n}
     before = {name: np.asarray(value) for name, value in state.params.items()}
@@ -73,13 +84,9 @@ def test_s4_frozen_parameters_stay_bit_identical(small) -> None:
 
 def test_accumulated_microbatches_equal_one_batch(small) -> None:
     """Also where padding makes the microbatches' numbers of targets unequal."""
-    batch = _batch(small, 4, 40)
-    batch["mask"][0, 5:] = False
-    batch["mask"][3, 30:] = False
+    batch = _batch(small, 4, 40, targets={0: slice(5), 3: slice(30)})
     skeleton, state, _ = _make(small)
-    losses, gradients = zip(
-        *(loss_and_gradients(skeleton, state, batch, "nosa", accumulate=n) for n in (1, 2, 4)), strict=True
-    )
+    losses, gradients = zip(*(_gradients(skeleton, accumulate=n)(state, batch) for n in (1, 2, 4)), strict=True)
     np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-6)
     for name, want in gradients[0].items():
         for got in (gradients[1][name], gradients[2][name]):
@@ -88,18 +95,17 @@ def test_accumulated_microbatches_equal_one_batch(small) -> None:
 
 def test_masked_targets_change_nothing(small) -> None:
     skeleton, state, _ = _make(small)
-    batch = _batch(small, 2, 40)
-    batch["mask"][:, 20:] = False
+    batch = _batch(small, 2, 40, targets={0: slice(20), 1: slice(20)})
     short = {"tokens": batch["tokens"][:, :21], "mask": batch["mask"][:, :20]}
-    loss = jax.jit(functools.partial(loss_and_gradients, skeleton, attention="dense"))
+    loss = _gradients(skeleton, attention="dense")
     np.testing.assert_allclose(loss(state, batch)[0], loss(state, short)[0], rtol=1e-6)
 
 
 def test_remat_changes_memory_not_results(small) -> None:
     skeleton, state, _ = _make(small)
     batch = _batch(small, 2, 64)
-    plain = loss_and_gradients(skeleton, state, batch, "nosa")
-    again = loss_and_gradients(skeleton, state, batch, "nosa", remat=True)
+    plain = _gradients(skeleton)(state, batch)
+    again = _gradients(skeleton, remat=True)(state, batch)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), plain, again)
 
 
@@ -160,14 +166,14 @@ def test_patterns_that_match_nothing_are_refused() -> None:
 
 def test_perplexity_equals_a_direct_computation(small) -> None:
     skeleton, state, _ = _make(small)
-    batch = _batch(small, 3, 50)
-    batch["mask"][1, 10:] = False
+    batch = _batch(small, 3, 50, targets={1: slice(10)})
     total, count = make_eval_step(skeleton, "nosa")(state.all_params, batch)
-    logits = np.asarray(skeleton.merge(state.all_params)(batch["tokens"][:, :-1], attention="nosa"), np.float64)
+    forward = jax.jit(lambda params, tokens: skeleton.merge(params)(tokens, attention="nosa"))
+    logits = np.asarray(forward(state.all_params, batch["tokens"][:, :-1]), np.float64)
     log_probs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     log_probs -= logits.max(-1, keepdims=True)
-    picked = np.take_along_axis(log_probs, batch["tokens"][:, 1:, None], -1)[..., 0]
-    want = np.exp(-picked[batch["mask"]].mean())
+    picked = np.take_along_axis(log_probs, np.asarray(batch["tokens"])[:, 1:, None], -1)[..., 0]
+    want = np.exp(-picked[np.asarray(batch["mask"])].mean())
     assert float(np.exp(float(total) / float(count))) == pytest.approx(want, rel=1e-4)
 
 
@@ -184,8 +190,7 @@ def test_s2_200_steps_of_random_lengths_stay_finite() -> None:
     rng = np.random.default_rng(0)
     losses = []
     for _ in range(STEPS):
-        batch = _batch(config, 1, 507, int(rng.integers(4)))
-        batch["mask"][:, rng.integers(1, 508) :] = False
+        batch = _batch(config, 1, 507, int(rng.integers(4)), {0: slice(rng.integers(1, 508))})
         state, metrics = advance(state, batch)
         losses.append(float(metrics["loss"]))
         assert np.isfinite(losses[-1])
