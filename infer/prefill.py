@@ -17,7 +17,10 @@ from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.rows import RowTokens, extend_row, layer_pages, pool_row, store_row
 from nosa_jax.offload.state import DecodeState, LayerCache
 from nosa_jax.pallas_kernels import NO_BLOCK, dense_attention, sparse_attention
+from nosa_jax.pallas_kernels.query_chunks import map_query_chunks
 from nosa_jax.selection import select
+
+TOKEN_CHUNK = 4096  # tokens that go through the feed-forward layer at once; its width is several times the model's
 
 
 def padded_length(n_tokens: int, layout: CacheLayout) -> int:
@@ -138,4 +141,4 @@ def _prefill_layer(
         )
         selected = block_ids[0, count - 1]
     cache = store_row(cache, tokens, pooling, selected, row, start, length, step, pages, layout)
-    return layer.finish(x, heads), cache
+    return map_query_chunks(layer.finish, (x, heads), TOKEN_CHUNK), cache

@@ -1,0 +1,389 @@
+"""Generation for a batch of prompts over a cache whose blocks live in host memory."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nosa_jax.config import AttentionKind
+from nosa_jax.errors import InputError
+from nosa_jax.ffi import HostPool
+from nosa_jax.infer.decode import step
+from nosa_jax.infer.frozen import FrozenModel, freeze
+from nosa_jax.infer.plan import MemoryPlan, make_plan
+from nosa_jax.infer.prefill import prefill_row
+from nosa_jax.infer.requests import GenerationResult, Prompt, Request, check_prompts, make_requests
+from nosa_jax.infer.sampling import SamplingParams, SamplingState, empty_sampling, finished, sample, set_row
+from nosa_jax.model import NosaLM
+from nosa_jax.offload.pages import OutOfPagesError, PageAllocator
+from nosa_jax.offload.state import DecodeState, StepCounts, init_state
+from nosa_jax.tokenizer import Tokenizer
+
+
+class Engine:
+    """Owns a cache layout and the host pages, and decodes with them (docs/03).
+
+    Args:
+      model: the model; its matrices are cast to the config's compute dtype once.
+      max_batch: rows decoded together. More prompts than that wait for a free row.
+      max_context: tokens per row, prompt and generated ones together.
+      attention: which system decodes; None for the config's. "dense" needs `offload=False`.
+      offload: keep KV blocks in host memory and only the selected ones on the device.
+      slots: device slots per row and KV head when offloading; None plans them (`make_plan`).
+      device_budget, host_budget: bytes or text like "20GiB".
+      tokenizer: turns text prompts into ids and results into text.
+
+    Raises:
+      InputError: sizes that do not fit together.
+      DoesNotFitError, HostMemoryError: a budget or the free memory is too small. The process stays usable.
+    """
+
+    def __init__(
+        self,
+        model: NosaLM | FrozenModel,
+        *,
+        max_batch: int,
+        max_context: int,
+        attention: AttentionKind | None = None,
+        offload: bool = True,
+        slots: int | None = None,
+        device_budget: int | str | None = None,
+        host_budget: int | str | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.model = freeze(model)
+        self.tokenizer = tokenizer
+        self.plan: MemoryPlan = make_plan(
+            self.model.config,
+            weight_bytes=self.model.nbytes,
+            attention=attention or self.model.config.attention,
+            max_batch=max_batch,
+            max_context=max_context,
+            offload=offload,
+            slots=slots,
+            device_budget=device_budget,
+            host_budget=host_budget,
+        )
+        self.layout = self.plan.layout
+        self.closed = False
+        self._pool: HostPool | None = None
+        self._handed_out = False  # whether a caller may still hold a state whose rows have pages
+        self._reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the host pages. Closing again does nothing; states of this engine cannot be stepped any more."""
+        self.closed = True
+        self._state = None
+        if self._pool is not None:
+            self._pool.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_token: Callable[[int, int], None] | None = None,
+        record_steps: bool = False,
+        progress: bool = False,
+    ) -> list[GenerationResult]:
+        """Continue every prompt.
+
+        Host pages for a prompt and all its new tokens are reserved before it is read, so nothing runs out in
+        mid-decode. Prompts beyond `max_batch`, or beyond the free pages, wait until a row and its pages are free.
+
+        Args:
+          prompts: texts or lists of token ids.
+          params: one for all prompts or one each; the defaults are greedy.
+          on_token: called with the prompt's index and each token as it is generated.
+          record_steps: keep the counts of every decode step in the results.
+          progress: show a progress bar.
+
+        Returns: one result per prompt, in their order.
+
+        Raises:
+          InputError: a prompt that is empty, too long for the plan, or holds unknown ids.
+          OutOfPagesError: a request that the host pool could not hold even alone. Nothing was started in either case.
+        """
+        self._check_open()
+        tokens = check_prompts(prompts, self.tokenizer, self.layout.config.vocab_size)
+        requests = make_requests(tokens, params or SamplingParams(), self.layout)
+        for request in requests:
+            self._check_pages(request)
+        self._revoke()
+        run = _Run(self, requests, on_token, record_steps)
+        bar = Progress(
+            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
+            disable=not progress,
+        )  # fmt: skip
+        try:
+            with bar:
+                task = bar.add_task("tokens", total=sum(r.params.max_new_tokens for r in requests))
+                while run.unfinished:
+                    run.advance()
+                    bar.update(task, completed=run.generated)
+        except BaseException:
+            self._reset()  # whatever the step had taken is given back; the next call starts clean
+            raise
+        return [run.results[i] for i in range(len(requests))]
+
+    def prefill(
+        self, prompts: Sequence[Prompt], *, max_new_tokens: int | None = None, chunk: int | None = None
+    ) -> DecodeState:
+        """Read prompts into rows 0, 1, ... of a fresh state, to be stepped by hand with `decode_step`.
+
+        `state.logits` holds every row's next-token logits. An earlier state of this engine is revoked: stepping it
+        raises, if its blocks are on host pages.
+
+        Args:
+          prompts: at most `max_batch` texts or lists of token ids.
+          max_new_tokens: room to reserve for each row; None reserves up to `max_context`.
+          chunk: read at most so many tokens at a time; None reads each prompt at once.
+
+        Raises:
+          InputError: as `generate`, or more prompts than rows, or a chunk below 1.
+          OutOfPagesError: the host pool cannot hold all rows at once.
+        """
+        self._check_open()
+        tokens = check_prompts(prompts, self.tokenizer, self.layout.config.vocab_size)
+        if len(tokens) > self.layout.max_batch:
+            raise InputError(f"{len(tokens)} prompts do not fit into max_batch={self.layout.max_batch} rows")
+        if chunk is not None and chunk < 1:
+            raise InputError(f"chunk={chunk} must be at least 1 token")
+        room = self.layout.max_context
+        each = [
+            SamplingParams(max_new_tokens=max(0, room - len(t)) if max_new_tokens is None else max_new_tokens)
+            for t in tokens
+        ]
+        requests = make_requests(tokens, each, self.layout)
+        self._revoke()
+        needed = sum(self._groups(r) for r in requests)
+        if self.layout.offload and needed > self.allocator.n_free:
+            self.allocator.allocate(needed)  # raises, naming the bytes
+        self._handed_out = True
+        state = self._take_state()
+        for row, request in enumerate(requests):
+            state, _ = self._admit(state, row, request, chunk=chunk)
+        return state
+
+    # Rows and pages.
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("this engine is closed; make a new one")
+
+    def _reset(self) -> None:
+        """Forget every row: all pages are free and the state is made anew when needed."""
+        self._state: DecodeState | None = None
+        self.allocator = PageAllocator(self.plan.page_groups, self.plan.group_bytes)
+        if self.layout.offload and self._pool is None:
+            self._pool = HostPool(self.plan.page_groups * self.layout.pages_per_block, self.layout.page_bytes)
+
+    def _revoke(self) -> None:
+        """Make a state that a caller holds fail from now on, instead of reading pages that belong to others."""
+        if not self._handed_out:
+            return
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        self._handed_out = False
+        self._reset()
+
+    def _take_state(self) -> DecodeState:
+        """The engine's state; the caller owns it until it is put back."""
+        state, self._state = self._state, None
+        return state or init_state(self.layout, None if self._pool is None else self._pool.handle)
+
+    def _groups(self, request: Request) -> int:
+        return self.layout.config.num_blocks(request.reserved) if self.layout.offload else 0
+
+    def _check_pages(self, request: Request) -> None:
+        if self._groups(request) > self.plan.page_groups:
+            have, each = self.plan.page_groups, self.plan.group_bytes
+            raise OutOfPagesError(
+                f"prompt {request.index} needs {self._groups(request)} blocks of host memory "
+                f"({self._groups(request) * each:,} bytes) for its {len(request.tokens)} tokens and up to "
+                f"{request.params.max_new_tokens} new ones, and the host pool has {have} ({have * each:,} bytes "
+                "available); shorten it, ask for fewer new tokens, or give the engine a larger host_budget"
+            )
+
+    def _admit(
+        self, state: DecodeState, row: int, request: Request, chunk: int | None = None
+    ) -> tuple[DecodeState, np.ndarray]:
+        """Reserve the request's pages and read its prompt into the row; returns its page groups too."""
+        groups = self.allocator.allocate(self._groups(request))
+        table = np.full(self.layout.n_blocks, -1, np.int32)
+        table[: len(groups)] = groups
+        state = _start_row(state, row, table, request.reserved)
+        piece = chunk or len(request.tokens)
+        for start in range(0, len(request.tokens), piece):
+            state = prefill_row(self.model, state, row, request.tokens[start : start + piece], start)
+        return state, groups
+
+
+class _Run:
+    """One call of `generate`: which request is in which row, and what it has got so far."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: list[Request],
+        on_token: Callable[[int, int], None] | None,
+        record_steps: bool,
+    ) -> None:
+        self.engine, self.on_token, self.record_steps = engine, on_token, record_steps
+        self.results: dict[int, GenerationResult] = {}
+        self.generated = 0
+        self.state = engine._take_state()
+        batch = engine.layout.max_batch
+        self.sampling = empty_sampling(batch)
+        self.next_tokens = jnp.zeros(batch, jnp.int32)
+        self.waiting = deque(r for r in requests if r.params.max_new_tokens)
+        self.rows: dict[int, Request] = {}
+        self.groups: dict[int, np.ndarray] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.counts: dict[int, list[StepCounts]] = {}
+        self.greedy = all(r.params.temperature == 0 for r in requests)
+        for request in requests:
+            if not request.params.max_new_tokens:
+                self.results[request.index] = self._result(request, [], "length", None, [])
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether requests wait or run; puts the state back into the engine when none does."""
+        if self.waiting or self.rows:
+            return True
+        self.engine._state = self.state
+        return False
+
+    def advance(self) -> None:
+        """Admit what fits, then decode one token for every row."""
+        self._admit_waiting()
+        if not self.rows:
+            return
+        self.next_tokens, done, self.state, self.sampling = _generate_step(
+            self.engine.model, self.state, self.next_tokens, self.sampling, greedy=self.greedy
+        )
+        self._collect(list(self.rows), stepped=True, done=done)
+
+    def _admit_waiting(self) -> None:
+        """First come, first served: a request that does not fit yet holds back the ones behind it."""
+        free = [row for row in range(self.engine.layout.max_batch) if row not in self.rows]
+        while self.waiting and free:
+            request = self.waiting[0]
+            if self.engine._groups(request) > self.engine.allocator.n_free and self.rows:
+                break
+            self.waiting.popleft()
+            row = free.pop(0)
+            self.state, self.groups[row] = self.engine._admit(self.state, row, request)
+            self.sampling = set_row(self.sampling, row, request.params, request.index)
+            self.rows[row], self.tokens[row], self.counts[row] = request, [], []
+            self.next_tokens, done, active, self.sampling = _first_token(
+                self.state.logits, self.next_tokens, self.state.active, self.sampling, row, greedy=self.greedy
+            )
+            self.state = self.state.replace(active=active)
+            self._collect([row], stepped=False, done=done)
+            if row not in self.rows:
+                free.insert(0, row)
+
+    def _collect(self, rows: list[int], *, stepped: bool, done: jax.Array) -> None:
+        tokens, ended = np.asarray(self.next_tokens), np.asarray(done)
+        last = jax.tree.map(np.asarray, self.state.last) if self.record_steps and stepped else None
+        for row in rows:
+            request, token = self.rows[row], int(tokens[row])
+            self.tokens[row].append(token)
+            self.generated += 1
+            if last is not None:
+                self.counts[row].append(StepCounts(*(x[:, row] for x in last)))
+            if self.on_token is not None:
+                self.on_token(request.index, token)
+            if ended[row]:
+                self._finish(row, "eos" if token in request.params.eos_ids else "length")
+
+    def _finish(self, row: int, reason: str) -> None:
+        request = self.rows.pop(row)
+        groups = self.groups.pop(row)
+        if len(groups):
+            self.engine.allocator.free(groups)
+        self.results[request.index] = self._result(request, self.tokens.pop(row), reason, row, self.counts.pop(row))
+
+    def _result(
+        self, request: Request, tokens: list[int], reason: str, row: int | None, counts: list[StepCounts]
+    ) -> GenerationResult:
+        hits = misses = 0
+        locality = float("nan")
+        if row is not None:
+            hits = int(np.asarray(self.state.total.hits[:, row]).sum())
+            misses = int(np.asarray(self.state.total.misses[:, row]).sum())
+            smallest = float(np.asarray(self.state.min_locality[:, row]).min())
+            locality = smallest if np.isfinite(smallest) else locality
+        tokenizer = self.engine.tokenizer
+        steps = None
+        if self.record_steps:
+            shape = (0, self.engine.layout.config.num_layers, self.engine.layout.config.num_kv_heads)
+            columns = zip(*counts, strict=True) if counts else ([np.zeros(shape, np.int32)],) * len(StepCounts._fields)
+            steps = StepCounts(*(np.stack(c) if counts else c[0] for c in columns))
+        return GenerationResult(
+            tokens=tokens,
+            text=None if tokenizer is None else tokenizer.decode(tokens),
+            finish_reason=reason,
+            prompt_length=len(request.tokens),
+            hits=hits,
+            misses=misses,
+            bytes_fetched=misses * self.engine.layout.page_bytes,
+            min_locality=locality,
+            steps=steps,
+        )
+
+
+def _start_row(state: DecodeState, row: int, table: np.ndarray, capacity: int) -> DecodeState:
+    """Give a row its pages and room, and forget the counts of whoever had it before."""
+    zero = StepCounts(*(x.at[:, row].set(0) for x in state.total))
+    return state.replace(
+        page_table=state.page_table.at[row].set(table),
+        capacity=state.capacity.at[row].set(capacity),
+        active=state.active.at[row].set(True),
+        total=zero,
+        last=StepCounts(*(x.at[:, row].set(0) for x in state.last)),
+        min_locality=state.min_locality.at[:, row].set(jnp.inf),
+    )
+
+
+@partial(jax.jit, static_argnames="greedy")
+def _first_token(
+    logits: Array, tokens: Array, active: Array, sampling: SamplingState, row: int, *, greedy: bool
+) -> tuple[Int[Array, "B"], Bool[Array, "B"], Bool[Array, "B"], SamplingState]:
+    """Sample for one row after its prefill; the others keep their token, their activity and their progress."""
+    sampled, advanced = sample(logits, sampling, greedy=greedy)
+    mine = jnp.arange(tokens.shape[0]) == row
+    tokens = jnp.where(mine, sampled, tokens)
+    sampling = sampling._replace(generated=jnp.where(mine, advanced.generated, sampling.generated))
+    done = mine & finished(tokens, sampling)
+    return tokens, done, active & ~done, sampling
+
+
+@partial(jax.jit, static_argnames="greedy", donate_argnames="state")
+def _generate_step(
+    model: FrozenModel, state: DecodeState, tokens: Array, sampling: SamplingState, *, greedy: bool
+) -> tuple[Int[Array, "B"], Bool[Array, "B"], DecodeState, SamplingState]:
+    """One decode step, and the next token of every active row."""
+    logits, state = step(model, state, tokens)
+    sampled, advanced = sample(logits, sampling, greedy=greedy)
+    tokens = jnp.where(state.active, sampled, tokens)
+    sampling = sampling._replace(generated=jnp.where(state.active, advanced.generated, sampling.generated))
+    done = state.active & finished(tokens, sampling)
+    return tokens, done, state.replace(active=state.active & ~done), sampling

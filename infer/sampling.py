@@ -1,0 +1,127 @@
+"""Choosing the next token of every row, each with its own parameters and its own random stream."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt
+
+from nosa_jax.errors import InputError
+
+MAX_EOS = 8  # static width of the list of end-of-sequence ids, so that requests of any kind share a compiled step
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends.
+
+    Args:
+      max_new_tokens: most tokens to generate; 0 generates none.
+      temperature: divides the logits; 0 takes the most likely token (the lower id of equals).
+      top_k: sample among the k most likely tokens, and any equally likely to the last of them; 0 among all.
+      top_p: sample among the fewest most likely tokens whose probabilities sum to at least p, in (0, 1].
+      seed: of this request's random stream. Its draws do not depend on the requests beside it.
+      eos_ids: a token of these ends the request; it is the last of the generated tokens.
+
+    Raises:
+      InputError: a value outside its range; the message names both.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise InputError(f"max_new_tokens={self.max_new_tokens} must not be negative")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature={self.temperature} must be a finite number of at least 0 (0 is greedy)")
+        if self.top_k < 0:
+            raise InputError(f"top_k={self.top_k} must not be negative (0 means no limit)")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p} must be above 0 and at most 1 (1 means no limit)")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed={self.seed} must lie in 0 .. 2**32-1")
+        if len(self.eos_ids) > MAX_EOS:
+            raise InputError(f"{len(self.eos_ids)} eos_ids given; at most {MAX_EOS} are supported")
+
+
+class SamplingState(NamedTuple):
+    """Parameters and progress of every row, on the device."""
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+    key: UInt[Array, "B 2"]
+    eos_ids: Int[Array, "B 8"]  # padded with -1
+    generated: Int[Array, "B"]
+    limit: Int[Array, "B"]
+
+
+def empty_sampling(batch: int) -> SamplingState:
+    """Rows that generate nothing."""
+    return SamplingState(
+        temperature=jnp.zeros(batch, jnp.float32),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch, jnp.float32),
+        key=jnp.zeros((batch, 2), jnp.uint32),
+        eos_ids=jnp.full((batch, MAX_EOS), -1, jnp.int32),
+        generated=jnp.zeros(batch, jnp.int32),
+        limit=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def set_row(state: SamplingState, row: int, params: SamplingParams, stream: int) -> SamplingState:
+    """Start a request in a row; `stream` tells apart requests that share a seed."""
+    eos = np.full(MAX_EOS, -1, np.int32)
+    eos[: len(params.eos_ids)] = params.eos_ids
+    key = jax.random.key_data(jax.random.fold_in(jax.random.key(params.seed, impl="threefry2x32"), stream))
+    values = (params.temperature, params.top_k, params.top_p, key, eos, 0, params.max_new_tokens)
+    return SamplingState(*(old.at[row].set(new) for old, new in zip(state, values, strict=True)))
+
+
+def filtered_logits(
+    logits: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]
+) -> Float[Array, "B V"]:
+    """Logits with the tokens that top-k and top-p exclude at -inf."""
+    ranked = -jnp.sort(-logits, axis=-1)
+    vocab = logits.shape[-1]
+    kept = jnp.where(top_k == 0, vocab, jnp.minimum(top_k, vocab))[:, None]
+    in_top_k = jnp.arange(vocab) < kept
+    probabilities = jax.nn.softmax(jnp.where(in_top_k, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    keep = in_top_k & ((before < top_p[:, None]) | (jnp.arange(vocab) == 0))
+    threshold = jnp.where(keep, ranked, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
+
+
+def sample(
+    logits: Float[Array, "B V"], state: SamplingState, *, greedy: bool
+) -> tuple[Int[Array, "B"], SamplingState]:
+    """Next token of every row, and the state with one more token counted.
+
+    greedy: every row has temperature 0 (static: the sorting is left out of the compiled step).
+    """
+    tokens = logits.argmax(axis=-1).astype(jnp.int32)
+    if not greedy:
+        heat = jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None]
+        filtered = filtered_logits(logits / heat, state.top_k, state.top_p)
+
+        def draw(key: jax.Array, count: jax.Array, row: jax.Array) -> jax.Array:
+            stream = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), count)
+            return jax.random.categorical(stream, row)
+
+        drawn = jax.vmap(draw)(state.key, state.generated, filtered).astype(jnp.int32)
+        tokens = jnp.where(state.temperature > 0, drawn, tokens)
+    return tokens, state._replace(generated=state.generated + 1)
+
+
+def finished(tokens: Int[Array, "B"], state: SamplingState) -> Array:
+    """Whether a row's newest token is its last: bool [B]."""
+    return (tokens[:, None] == state.eos_ids).any(axis=-1) | (state.generated >= state.limit)
