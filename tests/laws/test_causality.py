@@ -41,7 +41,7 @@ def test_a_prefix_alone_gives_the_same_logits_and_blocks(model, attention):
     """Other lengths are other programs: sums may be ordered differently, the selection may not change."""
     tokens = tokens_for(SMALL, 13)
     logits, blocks = run(model, tokens, attention)
-    for length in (1, 8, 65):
+    for length in (1, 65):
         short_logits, short_blocks = run(model, tokens[:, :length], attention)
         np.testing.assert_allclose(short_logits, logits[:, :length], atol=2e-5)
         for ids, short_ids in zip(blocks, short_blocks, strict=True):

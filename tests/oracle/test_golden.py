@@ -115,23 +115,32 @@ def test_jax_layer_matches_the_authors(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["L100/", "L1024/", "L4133"])
-def test_jax_model_matches_the_authors(golden_folder, name):
-    """Both layers and the logits in float32; selections at every position."""
+@pytest.mark.parametrize(
+    ("name", "file", "blocks_apart", "logits_apart"),
+    [
+        ("L100/", "prefill_L100_L1024", 0, 0.013),
+        ("L1024/", "prefill_L100_L1024", 0, 0.013),
+        ("", "prefill_L4133", 0, 0.013),
+        ("", "decode_L8197", 0.003, 0.03),  # many more candidates, so scores within bfloat16 rounding of each other
+    ],
+    ids=PROMPTS,
+)
+def test_jax_model_matches_the_authors(golden_folder, name, file, blocks_apart, logits_apart):
+    """Both layers and the logits in float32; selections at every position, as the fraction of blocks that differ."""
     weights = golden.read(golden_folder / "weights_l0.npz") | golden.read(golden_folder / "weights_l1.npz")
-    file = "prefill_L4133" if name == "L4133" else "prefill_L100_L1024"
-    prefix = "" if name == "L4133" else name
     data = golden.read(golden_folder / f"{file}.npz")
-    tokens = data[prefix + "input_ids"][None].astype(np.int32)
+    tokens = data[name + "input_ids"][None].astype(np.int32)
     logits, blocks = run(model_with(CONFIG, weights), tokens, "nosa")
-    rows = data[prefix + "logits_positions"]
-    assert relative_error(logits[0, rows], data[prefix + "logits_f32"]) < 0.013
+    rows = data[name + "logits_positions"]
+    assert relative_error(logits[0, rows], data[name + "logits_f32"]) < logits_apart
+    n_blocks = CONFIG.num_blocks(tokens.shape[1])
     for i, ids in enumerate(blocks):
-        theirs = data[prefix + f"l{i}.topk_idx_all"].swapaxes(0, 1)
-        ours = np.asarray(ids[0])[..., : theirs.shape[-1]]
-        differing = (np.sort(ours) != np.sort(theirs)).any(-1).mean()
-        print(f"{name} layer {i}: {differing:.2e} of rows select differently")
-        assert differing < 0.01
+        ours, theirs = (
+            (x[..., None] == np.arange(n_blocks)).any(-2)
+            for x in (np.asarray(ids[0]), data[name + f"l{i}.topk_idx_all"].swapaxes(0, 1))
+        )
+        assert (ours & ~theirs).sum() <= blocks_apart * ours.sum()
+        assert ours.sum() == theirs.sum()
 
 
 @pytest.mark.slow
@@ -144,6 +153,7 @@ def test_whole_decoder_matches_the_authors(golden_folder):
         rows = data[name + "logits_positions"]
         assert relative_error(logits[0, rows], data[name + "logits_f32"]) < 0.013
         for i, trace in enumerate(traces):
-            np.testing.assert_array_equal(trace.ids[0].swapaxes(0, 1)[..., :16], data[name + f"l{i}.topk_idx_all"])
+            theirs = data[name + f"l{i}.topk_idx_all"].swapaxes(0, 1)
+            np.testing.assert_array_equal(trace.ids[0, ..., : theirs.shape[-1]], theirs)
             assert relative_error(trace.attention[0, rows], data[name + f"l{i}.attn_out_bf16"]) < 0.02
         assert relative_error(traces[0].hidden[0, rows], data[name + "hidden1_bf16"]) < 0.008
