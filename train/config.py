@@ -18,7 +18,7 @@ ParameterLayout = Literal["replicated", "fsdp"]
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of training with one kind of attention (section 4 of the paper: dense first, then NOSA)."""
+    """One stretch of training with one kind of attention; the paper trains dense first, then NOSA."""
 
     steps: int
     """Optimizer steps; 0 leaves the phase out."""

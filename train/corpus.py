@@ -112,10 +112,9 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
     held_out: set[bytes] = set()
     taken = 0
     for digest in sorted(sizes)[:-1]:
-        if held_out and taken + sizes[digest] > wanted:
-            break
-        held_out.add(digest)
-        taken += sizes[digest]
+        if not held_out or taken + sizes[digest] <= wanted:  # what would be too much is passed over
+            held_out.add(digest)
+            taken += sizes[digest]
     split = list(zip(documents, hashes, strict=True))
     return [d for d, h in split if h not in held_out], [d for d, h in split if h in held_out]
 

@@ -22,8 +22,8 @@ from nosa_jax.train.errors import RunFailure
 from nosa_jax.train.interrupt import StopRequest
 from nosa_jax.train.loss import mean_loss
 from nosa_jax.train.metrics import CURVE_FILE, METRICS_FILE, MetricsLog, plot_loss, read_metrics
+from nosa_jax.train.prepare import CHECKPOINTS_DIR, Setup, exclusive, open_folder, prepare
 from nosa_jax.train.progress import TrainProgress
-from nosa_jax.train.setup import CHECKPOINTS_DIR, Setup, exclusive, open_folder, prepare
 from nosa_jax.train.sharding import make_mesh
 from nosa_jax.train.step import TrainState, make_eval_step, make_train_step, place_batch
 

@@ -160,7 +160,7 @@ def test_half_written_metrics_line_is_dropped(tmp_path) -> None:
 
 
 def test_second_process_in_the_same_folder_is_refused(tmp_path, run_config, small) -> None:
-    from nosa_jax.train.setup import exclusive
+    from nosa_jax.train.prepare import exclusive
 
     (tmp_path / "run").mkdir()
     with exclusive(tmp_path / "run"), pytest.raises(InputError, match="another process is training"):
