@@ -107,6 +107,8 @@ class NosaConfig:
             raise ValueError(f"{self.block_size=} must be a multiple of {self.pool_stride=}")
         if self.pool_window % self.pool_stride:
             raise ValueError(f"{self.pool_window=} must be a multiple of {self.pool_stride=}")
+        if self.max_context > 2**22:
+            raise ValueError(f"max_context={self.max_context} exceeds 4,194,304 (2**22), where RoPE angles lose accuracy")
         self._require_locality_proof()
 
     def _require_locality_proof(self) -> None:
