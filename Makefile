@@ -8,7 +8,7 @@ setup:
 	@scripts/setup.sh
 
 demo: setup
-	@$(PYTHON) -m nosa_jax.demo
+	@$(PYTHON) scripts/demo.py
 
 test test-all: export JAX_PLATFORMS = cpu
 test: setup

@@ -145,7 +145,7 @@ def plot_locality(runs: list[Continuation], path: Path) -> None:
 def main() -> int:
     """Run the demo; returns 0 if the three continuations are the same."""
     options = tyro.cli(DemoConfig, description=__doc__)
-    console = Console(width=min(120, Console().width), highlight=False)
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=118, highlight=False)
     out = options.out
     for name in ("run", "model"):
         shutil.rmtree(out / name, ignore_errors=True)
@@ -170,7 +170,7 @@ def main() -> int:
     console.rule("2. reload the exported checkpoint")
     model, tokenizer, metadata = load_model(out / "model")
     frozen = freeze(model)
-    console.print(f"{out / 'model'}: step {metadata['step']}, {format_bytes(frozen.nbytes)} of parameters")
+    console.print(f"{out / 'model'}: step {metadata['metadata']['step']}, {format_bytes(frozen.nbytes)} of parameters")
 
     console.rule("3. continue a held-out source file")
     document = held_out_file(config)
