@@ -141,10 +141,15 @@ class HostPool:
         within a step: call this after a step's results were read. What was found is raised once.
 
         Raises:
-            PoolClosedError: a handler was given the handle of a closed pool, or one that was never given out.
+            PoolClosedError: a handler on a GPU was given the handle of a closed pool, of one that was not made for a
+                GPU, or one that was never given out.
             RuntimeError: a block, slot, count or page number out of range; the message holds the numbers.
         """
-        fault = None if self._pinned is None else self._pinned.take_fault()
+        if not has_cuda():
+            return
+        from nosa_jax.ffi import _cuda
+
+        fault = _cuda.take_fault(*self._native.handle)
         if fault is not None:
             was_closed, text = fault
             raise PoolClosedError(text) if was_closed else RuntimeError(text)

@@ -1,7 +1,6 @@
 // nosa_jax.ffi._cuda: pinning of host pools and the handlers of platform CUDA.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <sys/resource.h>
@@ -91,11 +90,15 @@ class PinnedPool {
   // Closes the pool for kernels to come, waits for those that run, and gives the registration back. Errors are
   // ignored: at the end of the process the driver may be gone already, and the registration with it.
   void Release() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (pieces_.empty()) return;
-    PoolEntry& entry = table.load()->entries[slot_];
-    if (entry.generation == generation_) *static_cast<volatile int32_t*>(&entry.generation) = 0;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (releasing_) return;
+      releasing_ = true;
+      *static_cast<volatile int32_t*>(&table.load()->entries[slot_].generation) = 0;
+    }
     std::atomic_thread_fence(std::memory_order_seq_cst);
+    // Without the lock: a device may be waiting for a host callback that waits for the interpreter, whose thread may
+    // be asking for this lock.
     const uint64_t devices = devices_in_use.load() | (uint64_t{1} << device_);
     for (int device = 0; device < 64; ++device) {
       if (devices >> device & 1) {
@@ -103,13 +106,15 @@ class PinnedPool {
         if (current.status == cudaSuccess) cudaDeviceSynchronize();
       }
     }
-    if (entry.last_generation == generation_) final_ = entry;
+    const std::lock_guard<std::mutex> lock(mutex);
+    final_ = table.load()->entries[slot_];
+    released_ = true;
     Unregister();
   }
 
   nb::dict Counts() const {
     const std::lock_guard<std::mutex> lock(mutex);
-    const PoolEntry& entry = pieces_.empty() ? final_ : table.load()->entries[slot_];
+    const PoolEntry& entry = released_ ? final_ : table.load()->entries[slot_];
     nb::dict counts;
     const auto read = [](const unsigned long long& value) {
       return *static_cast<const volatile unsigned long long*>(&value);
@@ -119,23 +124,6 @@ class PinnedPool {
     counts["read_calls"] = read(entry.read_calls);
     counts["write_calls"] = read(entry.write_calls);
     return counts;
-  }
-
-  // The oldest recorded fault that concerns this pool, as (its handle was of a closed pool, text); taken only once.
-  std::optional<std::pair<bool, std::string>> TakeFault() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    PoolEntry& entry = table.load()->entries[slot_];
-    const auto mine = [&](const Fault& fault) { return fault.generation == generation_; };
-    // A generation that was never given out belongs to nobody: whoever looks first reports it.
-    const auto nobodys = [&](const Fault& fault) { return fault.generation > entry.last_generation; };
-    if (auto fault = Take(entry.own, mine)) return std::make_pair(false, Describe(*fault));
-    if (auto fault = Take(entry.stale, [&](const Fault& f) { return mine(f) || nobodys(f); })) {
-      return std::make_pair(true, Describe(*fault));
-    }
-    if (auto fault = Take(table.load()->stray, [](const Fault&) { return true; })) {
-      return std::make_pair(true, Describe(*fault));
-    }
-    return std::nullopt;
   }
 
  private:
@@ -179,28 +167,47 @@ class PinnedPool {
     pieces_.clear();
   }
 
-  template <typename Concerns>
-  static std::optional<Fault> Take(FaultRecord& record, Concerns concerns) {
-    auto* state = static_cast<volatile int32_t*>(&record.state);
-    if (*state != FaultRecord::kReady) return std::nullopt;
-    std::atomic_thread_fence(std::memory_order_acquire);
-    const Fault fault = record.fault;
-    if (!concerns(fault)) return std::nullopt;
-    *state = FaultRecord::kNone;
-    return fault;
-  }
-
   const int32_t slot_;
   const int32_t generation_;
   const int device_;
   std::byte* device_base_ = nullptr;
   std::vector<std::byte*> pieces_;
+  bool releasing_ = false, released_ = false;
   PoolEntry final_{};  // what the entry was when the pool was closed
 };
 
-// Seconds of each of `repeats` copies of `bytes` from pinned host memory to the device, back to back: the rate that
-// swap_in is measured against.
-std::vector<double> TimeMemcpy(int device, uintptr_t from, uintptr_t to, size_t bytes, int repeats) {
+template <typename Concerns>
+std::optional<Fault> Take(FaultRecord& record, Concerns concerns) {
+  auto* state = static_cast<volatile int32_t*>(&record.state);
+  if (*state != FaultRecord::kReady) return std::nullopt;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const Fault fault = record.fault;
+  if (!concerns(fault)) return std::nullopt;
+  *state = FaultRecord::kNone;
+  return fault;
+}
+
+// A recorded fault that concerns the pool of this handle, as (the handle it came with was refused, text), or None.
+// It is taken only once. A pool that was not made for a GPU can have one too: its handle was used there all the same.
+nb::object TakeFault(int32_t slot, int32_t generation) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (table.load() == nullptr) return nb::none();
+  PoolEntry& entry = table.load()->entries[slot];
+  const auto mine = [&](const Fault& fault) { return fault.generation == generation; };
+  // A generation that no pinned pool had belongs to nobody: whoever looks first reports it.
+  const auto mine_or_nobodys = [&](const Fault& fault) {
+    return mine(fault) || fault.generation > entry.last_generation;
+  };
+  std::optional<Fault> fault = Take(entry.own, mine);
+  if (!fault) fault = Take(entry.stale, mine_or_nobodys);
+  if (!fault) fault = Take(table.load()->stray, [](const Fault&) { return true; });
+  if (!fault) return nb::none();
+  return nb::make_tuple(fault->kind == FaultKind::kHandle, Describe(*fault));
+}
+
+// Seconds of each of `repeats` rows of `copies` back to back of `bytes` from pinned host memory to the device: the
+// rate that swap_in is measured against.
+std::vector<double> TimeMemcpy(int device, uintptr_t from, uintptr_t to, size_t bytes, int copies, int repeats) {
   const OnDevice current(device);
   Require(current.status, "CUDA device " + std::to_string(device));
   cudaStream_t stream;
@@ -213,8 +220,10 @@ std::vector<double> TimeMemcpy(int device, uintptr_t from, uintptr_t to, size_t 
   for (int i = 0; i < repeats && status == cudaSuccess; ++i) {
     float milliseconds = 0;
     cudaEventRecord(begin, stream);
-    status = cudaMemcpyAsync(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes,
-                             cudaMemcpyHostToDevice, stream);
+    for (int copy = 0; copy < copies && status == cudaSuccess; ++copy) {
+      status = cudaMemcpyAsync(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes,
+                               cudaMemcpyHostToDevice, stream);
+    }
     cudaEventRecord(end, stream);
     if (status == cudaSuccess) status = cudaEventSynchronize(end);
     if (status == cudaSuccess) status = cudaEventElapsedTime(&milliseconds, begin, end);
@@ -233,12 +242,8 @@ NB_MODULE(_cuda, m) {
   nb::class_<PinnedPool>(m, "PinnedPool")
       .def(nb::init<int, int32_t, int32_t, uintptr_t, int64_t, int64_t>(), nb::call_guard<nb::gil_scoped_release>())
       .def("release", &PinnedPool::Release, nb::call_guard<nb::gil_scoped_release>())
-      .def("counts", &PinnedPool::Counts)
-      .def("take_fault", [](PinnedPool& pool) -> nb::object {
-        const auto fault = pool.TakeFault();
-        if (!fault) return nb::none();
-        return nb::make_tuple(fault->first, fault->second);
-      });
+      .def("counts", &PinnedPool::Counts);
+  m.def("take_fault", &TakeFault);
   m.def("handlers", [] {
     nb::dict handlers;
     handlers["nosa_assign_slots"] = Capsule(kAssignSlotsCuda);
@@ -247,7 +252,7 @@ NB_MODULE(_cuda, m) {
     return handlers;
   });
   m.def("time_memcpy", &TimeMemcpy, nb::arg("device"), nb::arg("source"), nb::arg("destination"), nb::arg("bytes"),
-        nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("copies"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace
