@@ -40,9 +40,7 @@ def decode_step(
     return _jitted_step(freeze(model), state, jnp.asarray(tokens, jnp.int32))
 
 
-def step(
-    model: FrozenModel, state: DecodeState, tokens: Int[Array, "B"]
-) -> tuple[Float[Array, "B V"], DecodeState]:
+def step(model: FrozenModel, state: DecodeState, tokens: Int[Array, "B"]) -> tuple[Float[Array, "B V"], DecodeState]:
     """`decode_step` without its own jit, to be called from a jitted function of yours."""
     modules, layout = model.module(), state.layout
     active = state.active & (state.lengths < state.capacity)
@@ -120,9 +118,7 @@ def _layer_step(
     q, k, v, cis = layer.attention.project(layer.attention_norm(x), positions)
     cache = append_pooling(cache, k[:, 0], cis[:, 0], lengths, active, layout)
     block_ids = selected_blocks(q, cache, lengths, active, layout)
-    cache, residency = bring_in(
-        cache, block_ids, lengths, page_table, handle, next_step, layer=index, layout=layout
-    )
+    cache, residency = bring_in(cache, block_ids, lengths, page_table, handle, next_step, layer=index, layout=layout)
 
     # From here on the slots go through one chain of in-place updates; attention reads the end of it.
     current = (lengths // config.block_size)[:, None, None]

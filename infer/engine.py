@@ -74,6 +74,7 @@ class Engine:
         self.layout = self.plan.layout
         self.closed = False
         self._pool: HostPool | None = None
+        self._state: DecodeState | None = None
         self._handed_out = False  # whether a caller may still hold a state whose rows have pages
         self._reset()
 
@@ -137,7 +138,9 @@ class Engine:
                     run.advance()
                     bar.update(task, completed=run.generated)
         except BaseException:
-            self._reset()  # whatever the step had taken is given back; the next call starts clean
+            # A step may still be running: with a pool of its own it cannot write to pages given out anew.
+            self._handed_out = True
+            self._revoke()
             raise
         return [run.results[i] for i in range(len(requests))]
 
@@ -175,6 +178,7 @@ class Engine:
         if self.layout.offload and needed > self.allocator.n_free:
             self.allocator.allocate(needed)  # raises, naming the bytes
         self._handed_out = True
+        self._state = None  # counters and steps of an earlier `generate` are not this caller's
         state = self._take_state()
         for row, request in enumerate(requests):
             state, _ = self._admit(state, row, request, chunk=chunk)
@@ -188,7 +192,7 @@ class Engine:
 
     def _reset(self) -> None:
         """Forget every row: all pages are free and the state is made anew when needed."""
-        self._state: DecodeState | None = None
+        self._state = None
         self.allocator = PageAllocator(self.plan.page_groups, self.plan.group_bytes)
         if self.layout.offload and self._pool is None:
             self._pool = HostPool(self.plan.page_groups * self.layout.pages_per_block, self.layout.page_bytes)
@@ -334,9 +338,9 @@ class _Run:
         tokenizer = self.engine.tokenizer
         steps = None
         if self.record_steps:
-            shape = (0, self.engine.layout.config.num_layers, self.engine.layout.config.num_kv_heads)
-            columns = zip(*counts, strict=True) if counts else ([np.zeros(shape, np.int32)],) * len(StepCounts._fields)
-            steps = StepCounts(*(np.stack(c) if counts else c[0] for c in columns))
+            none = np.zeros((0, self.engine.layout.config.num_layers, self.engine.layout.config.num_kv_heads), np.int32)
+            columns = zip(*counts, strict=True) if counts else [()] * len(StepCounts._fields)
+            steps = StepCounts(*(np.stack(column) if column else none for column in columns))
         return GenerationResult(
             tokens=tokens,
             text=None if tokenizer is None else tokenizer.decode(tokens),
@@ -352,13 +356,13 @@ class _Run:
 
 def _start_row(state: DecodeState, row: int, table: np.ndarray, capacity: int) -> DecodeState:
     """Give a row its pages and room, and forget the counts of whoever had it before."""
-    zero = StepCounts(*(x.at[:, row].set(0) for x in state.total))
+    zero = StepCounts(*(jnp.asarray(x).at[:, row].set(0) for x in state.total))
     return state.replace(
         page_table=state.page_table.at[row].set(table),
         capacity=state.capacity.at[row].set(capacity),
         active=state.active.at[row].set(True),
         total=zero,
-        last=StepCounts(*(x.at[:, row].set(0) for x in state.last)),
+        last=StepCounts(*(jnp.asarray(x).at[:, row].set(0) for x in state.last)),
         min_locality=state.min_locality.at[:, row].set(jnp.inf),
     )
 

@@ -1,6 +1,7 @@
 """Model weights as inference uses them: split from their module once, in the compute dtype."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ _FLOAT32_PARAMETERS = frozenset({"delta_weight_kkh", "a_k", "scale_d"})
 class FrozenModel:
     """A model's parameters as a pytree, and the graph that puts them back into modules inside a jitted function."""
 
-    parameters: nnx.State
+    parameters: Any  # an nnx.State, whose own annotations the run-time type checker cannot read
     graph: nnx.GraphDef = field(metadata={"static": True})
     config: NosaConfig = field(metadata={"static": True})
 

@@ -68,7 +68,9 @@ def check_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, vocab_
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             if tokenizer is None:
-                raise InputError(f"prompt {index} is text, but the engine has no tokenizer; pass token ids or tokenizer=")
+                raise InputError(
+                    f"prompt {index} is text, but the engine has no tokenizer; pass token ids or tokenizer="
+                )
             ids = tokenizer.encode(prompt)
         else:
             ids = np.asarray(prompt)

@@ -101,9 +101,7 @@ def filtered_logits(
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
-def sample(
-    logits: Float[Array, "B V"], state: SamplingState, *, greedy: bool
-) -> tuple[Int[Array, "B"], SamplingState]:
+def sample(logits: Float[Array, "B V"], state: SamplingState, *, greedy: bool) -> tuple[Int[Array, "B"], SamplingState]:
     """Next token of every row, and the state with one more token counted.
 
     greedy: every row has temperature 0 (static: the sorting is left out of the compiled step).
@@ -111,7 +109,9 @@ def sample(
     tokens = logits.argmax(axis=-1).astype(jnp.int32)
     if not greedy:
         heat = jnp.where(state.temperature > 0, state.temperature, 1.0)[:, None]
-        filtered = filtered_logits(logits / heat, state.top_k, state.top_p)
+        # From the maximum down: a tiny temperature then drives all others to -inf, and not several to +inf.
+        scaled = (logits - logits.max(axis=-1, keepdims=True)) / heat
+        filtered = filtered_logits(scaled, state.top_k, state.top_p)
 
         def draw(key: jax.Array, count: jax.Array, row: jax.Array) -> jax.Array:
             stream = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), count)

@@ -108,7 +108,9 @@ class NosaConfig:
         if self.pool_window % self.pool_stride:
             raise ValueError(f"{self.pool_window=} must be a multiple of {self.pool_stride=}")
         if self.max_context > 2**22:
-            raise ValueError(f"max_context={self.max_context} exceeds 4,194,304 (2**22), where RoPE angles lose accuracy")
+            raise ValueError(
+                f"max_context={self.max_context} exceeds 4,194,304 (2**22), where RoPE angles lose accuracy"
+            )
         self._require_locality_proof()
 
     def _require_locality_proof(self) -> None:
@@ -141,9 +143,7 @@ class NosaConfig:
         dense selects nothing; its budget is that of nosa, for caches that hold every block anyway.
         """
         free = self.query_blocks + self.evict_blocks
-        query, evict = {"infllmv2": (free, 0), "dma": (0, free)}.get(
-            attention, (self.query_blocks, self.evict_blocks)
-        )
+        query, evict = {"infllmv2": (free, 0), "dma": (0, free)}.get(attention, (self.query_blocks, self.evict_blocks))
         return SelectionBudget(self.sink_blocks, self.local_blocks, query, evict)
 
     def uses_eviction_head(self, attention: AttentionKind | None = None) -> bool:

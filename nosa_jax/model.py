@@ -142,9 +142,7 @@ class NosaLM(nnx.Module):
         """A model with freshly initialised parameters."""
         return cls(config, rngs=nnx.Rngs(seed))
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], attention: AttentionKind | None = None
-    ) -> Float[Array, "B T V"]:
+    def __call__(self, tokens: Int[Array, "B T"], attention: AttentionKind | None = None) -> Float[Array, "B T V"]:
         """Next-token logits of sequences that start at position 0, float32.
 
         Args:

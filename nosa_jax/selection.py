@@ -48,9 +48,9 @@ def select(
     """
     q, pooled_k, pooled_rank = jax.lax.stop_gradient((q, pooled_k, pooled_rank))
     budget = config.budget_for(attention)
-    block_rank = pool_blocks(
-        pooled_rank, n_blocks=n_blocks, windows_per_block=config.block_size // config.pool_stride
-    )[:, None]
+    block_rank = pool_blocks(pooled_rank, n_blocks=n_blocks, windows_per_block=config.block_size // config.pool_stride)[
+        :, None
+    ]
 
     def choose(q_chunk: jax.Array, positions_chunk: jax.Array) -> jax.Array:
         if budget.query:

@@ -61,9 +61,7 @@ def append_pooling(
         cache,
         key_sums=key_sums,
         rank_sums=rank_sums,
-        pooled_k=cache.pooled_k.at[rows, :, where].set(
-            window_mean(key_sums).astype(cache.pooled_k.dtype), mode="drop"
-        ),
+        pooled_k=cache.pooled_k.at[rows, :, where].set(window_mean(key_sums).astype(cache.pooled_k.dtype), mode="drop"),
         pooled_rank=cache.pooled_rank.at[rows, :, where].set(window_mean(rank_sums), mode="drop"),
         cis=cache.cis.at[rows, :, block, lengths % c.block_size].set(cis, mode="drop"),
     )

@@ -1,6 +1,5 @@
 """One row of a layer's cache as a whole: reading earlier tokens back, and storing what a prefill computed."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -40,7 +39,9 @@ class RowPages(NamedTuple):
     table: Int[Array, "1 M"]
 
 
-def layer_pages(page_table: Int[Array, "B M"], handle: Int[Array, "2"], row: Array, layer: Array, n_layers: int) -> RowPages:
+def layer_pages(
+    page_table: Int[Array, "B M"], handle: Int[Array, "2"], row: Array, layer: Array, n_layers: int
+) -> RowPages:
     """The page table of one row and layer, with the layer as data: one compiled prefill serves all layers."""
     groups = lax.dynamic_slice_in_dim(page_table, row, 1)
     return RowPages(handle, jnp.where(groups < 0, -1, groups * n_layers + layer))
@@ -135,7 +136,7 @@ def store_row(
     n_windows = layout.n_windows
     rank = pooling.rank[..., :n_windows]
     rank = jnp.pad(rank, [(0, 0), (0, 0), (0, n_windows - rank.shape[-1])], constant_values=-jnp.inf)
-    new = LayerCache(
+    new = dict(
         slots=slots,
         slot_block=slot_block,
         last_used=last_used,
@@ -151,9 +152,7 @@ def store_row(
         at = (row, *(jnp.zeros((), row.dtype) for _ in range(old.ndim - 1)))
         return lax.dynamic_update_slice(old, value.astype(old.dtype), at)
 
-    return LayerCache(
-        **{f.name: put(getattr(cache, f.name), getattr(new, f.name)) for f in dataclasses.fields(LayerCache)}
-    )
+    return LayerCache(**{name: put(getattr(cache, name), value) for name, value in new.items()})
 
 
 def _choose_slots(

@@ -44,10 +44,10 @@ class StepCounts(NamedTuple):
     in the step before is neither. selected: |Γ(t)|. kept: |Γ(t) ∩ Γ(t-1)|.
     """
 
-    hits: Int[Array, "L B K"]
-    misses: Int[Array, "L B K"]
-    selected: Int[Array, "L B K"]
-    kept: Int[Array, "L B K"]
+    hits: Int[Array | np.ndarray, "L B K"]
+    misses: Int[Array | np.ndarray, "L B K"]
+    selected: Int[Array | np.ndarray, "L B K"]
+    kept: Int[Array | np.ndarray, "L B K"]
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class DecodeState:
 
     def stats(self) -> CacheStats:
         """Hits, misses, bytes and locality so far; waits for the step to finish."""
-        last, total = jax.tree.map(np.asarray, (self.last, self.total))
-        total = StepCounts(*(x.astype(np.int64) for x in total))
+        last = StepCounts(*(np.asarray(x) for x in self.last))
+        total = StepCounts(*(np.asarray(x, np.int64) for x in self.total))
         smallest = np.asarray(self.min_locality)
         page = self.layout.page_bytes
         return CacheStats(
@@ -118,8 +118,8 @@ class DecodeState:
             last=last,
             total=total,
             min_locality=np.where(np.isinf(smallest), np.nan, smallest),
-            bytes_last=last.misses.sum(axis=(1, 2)).astype(np.int64) * page,
-            bytes_total=total.misses.sum(axis=(1, 2)) * page,
+            bytes_last=np.sum(last.misses, axis=(1, 2), dtype=np.int64) * page,
+            bytes_total=np.sum(total.misses, axis=(1, 2), dtype=np.int64) * page,
             locality_bound=self.layout.config.budget_for(self.layout.attention).locality_bound,
         )
 

@@ -18,7 +18,7 @@ def stride_sums(x: jax.Array, stride: int) -> jax.Array:
 
 
 def window_means(sums: jax.Array, window: int, stride: int) -> jax.Array:
-    """Float32 means of the complete windows, from stride sums: [B, n, ...] to [B, max(0, n - window/stride + 1), ...]."""
+    """Float32 means of the complete windows, from stride sums: [B, n, ...] to [B, W, ...]."""
     runs = window // stride
     count = max(0, sums.shape[1] - runs + 1)
     total = sums[:, :count]

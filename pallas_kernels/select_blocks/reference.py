@@ -45,7 +45,7 @@ def best(scores: jax.Array, candidates: jax.Array, count: int) -> jax.Array:
 
 
 def ids_of(mask: jax.Array, count: int) -> jax.Array:
-    """Ascending indices of the True entries along the last axis, padded at the end with NO_BLOCK: int32 [..., count]."""
+    """Ascending indices of the True entries along the last axis, then NO_BLOCK: int32 [..., count]."""
     n_blocks = mask.shape[-1]
     # Indices are exact in float32 up to 2**24 blocks, and top_k is fastest there.
     keys = jnp.where(mask, -jnp.arange(n_blocks, dtype=jnp.float32), -jnp.inf)

@@ -18,9 +18,7 @@ QUERY_CHUNK = 128  # query positions whose logits exist at once
 KEY_TIERS = 4  # static key lengths; 4 tiers spend 62.5 % of the products that one full length would
 
 
-def _masked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, mask: jax.Array
-) -> jax.Array:
+def _masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, mask: jax.Array) -> jax.Array:
     """One chunk: q [B, t, N, H], k and v [B, S, K, H], bias [B, S, K], mask [B, t, K or 1, S]."""
     batch, length, n_heads, head_dim = q.shape
     n_kv = k.shape[2]
@@ -55,9 +53,7 @@ def _tiers(n_queries: int, n_keys: int, aligned: bool) -> list[tuple[int, int, i
     tiers = min(KEY_TIERS, -(-n_queries // QUERY_CHUNK)) if aligned else 1
     step = -(-n_queries // (tiers * QUERY_CHUNK)) * QUERY_CHUNK
     bounds = range(0, n_queries, step)
-    return [
-        (first, min(first + step, n_queries), min(first + step, n_keys) if aligned else n_keys) for first in bounds
-    ]
+    return [(first, min(first + step, n_queries), min(first + step, n_keys) if aligned else n_keys) for first in bounds]
 
 
 def sparse_attention(
@@ -97,7 +93,5 @@ def sparse_attention(
             return _masked_attention(q_chunk, k, v, bias, mask)
 
         per_query = (q, positions) if block_ids is None else (q, positions, block_ids)
-        outputs.append(
-            map_query_chunks(attend, tuple(x[:, first:end] for x in per_query), QUERY_CHUNK, remat=True)
-        )
+        outputs.append(map_query_chunks(attend, tuple(x[:, first:end] for x in per_query), QUERY_CHUNK, remat=True))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
