@@ -369,7 +369,7 @@ def _start_row(state: DecodeState, row: int, table: np.ndarray, capacity: int) -
 
 @partial(jax.jit, static_argnames="greedy")
 def _first_token(
-    logits: Array, tokens: Array, active: Array, sampling: SamplingState, row: int, *, greedy: bool
+    logits: Array, tokens: Array, active: Array, sampling: SamplingState, row: Array | int, *, greedy: bool
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"], Bool[Array, "B"], SamplingState]:
     """Sample for one row after its prefill; the others keep their token, their activity and their progress."""
     sampled, advanced = sample(logits, sampling, greedy=greedy)
