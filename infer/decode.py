@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.config import NosaConfig
@@ -19,7 +20,7 @@ from nosa_jax.selection import select
 
 
 def decode_step(
-    model: NosaLM | FrozenModel, state: DecodeState, tokens: Int[Array, "B"]
+    model: NosaLM | FrozenModel, state: DecodeState, tokens: Int[Array, "B"] | Int[np.ndarray, "B"]
 ) -> tuple[Float[Array, "B V"], DecodeState]:
     """Append one token to every active row and compute the logits of the next (docs/03).
 

@@ -297,7 +297,12 @@ class _Run:
             self.sampling = set_row(self.sampling, row, request.params, request.index)
             self.rows[row], self.tokens[row], self.counts[row] = request, [], []
             self.next_tokens, done, active, self.sampling = _first_token(
-                self.state.logits, self.next_tokens, self.state.active, self.sampling, row, greedy=self.greedy
+                self.state.logits,
+                self.next_tokens,
+                self.state.active,
+                self.sampling,
+                jnp.asarray(row),
+                greedy=self.greedy,
             )
             self.state = self.state.replace(active=active)
             self._collect([row], stepped=False, done=done)

@@ -98,7 +98,10 @@ class CacheLayout:
         itemsize = jnp.dtype(c.dtype).itemsize
         heads = c.num_layers * self.max_batch * c.num_kv_heads
         lbk = f"{c.num_layers} layers x {self.max_batch} rows x {c.num_kv_heads} KV heads"
-        tables = heads * (2 * self.n_slots + self.n_selected + 4 * 5) * 4 + self.max_batch * (self.n_blocks + 4) * 4
+        # Per row and KV head: block and last use of each slot, the selection, 4 counts of the last step and in all,
+        # and the locality. Per row: page table, length, capacity and activity. Once: pool handle and step.
+        tables = heads * (2 * self.n_slots + self.n_selected + 9) * 4
+        tables += self.max_batch * (self.n_blocks * 4 + 4 + 4 + 1) + 3 * 4
         return [
             MemoryItem(
                 "KV slots", "device", heads * self.n_slots * self.page_bytes,
