@@ -68,7 +68,8 @@ if ! { [[ -x .venv/bin/python ]] && is_recent .venv/bin/python; }; then
   echo "set-up: making .venv with $python ($("$python" --version))"
   "$python" -m venv --clear .venv
 fi
-install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt)
+# Nothing is byte-compiled in advance: most modules are never imported. Only errors are shown.
+install=(.venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt)
 echo "set-up: installing pinned packages (a few minutes the first time)"
 "${install[@]}" scikit-build-core nanobind jax cmake ninja
 # Without build isolation the extension compiles against the very jaxlib that will load it, and needs no second copy.
