@@ -193,9 +193,9 @@ class Engine:
     def _reset(self) -> None:
         """Forget every row: all pages are free and the state is made anew when needed."""
         self._state = None
-        self.allocator = PageAllocator(self.plan.page_groups, self.plan.group_bytes)
-        if self.layout.offload and self._pool is None:
+        if self.layout.offload and self._pool is None:  # first: an absurd size is refused here
             self._pool = HostPool(self.plan.page_groups * self.layout.pages_per_block, self.layout.page_bytes)
+        self.allocator = PageAllocator(self.plan.page_groups, self.plan.group_bytes)
 
     def _revoke(self) -> None:
         """Make a state that a caller holds fail from now on, instead of reading pages that belong to others."""

@@ -96,7 +96,8 @@ def filtered_logits(
     in_top_k = jnp.arange(vocab) < kept
     probabilities = jax.nn.softmax(jnp.where(in_top_k, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    keep = in_top_k & ((before < top_p[:, None]) | (jnp.arange(vocab) == 0))
+    # A float32 sum may reach 1 before the last token; with p = 1 all are kept nevertheless.
+    keep = in_top_k & ((before < top_p[:, None]) | (top_p[:, None] >= 1) | (jnp.arange(vocab) == 0))
     threshold = jnp.where(keep, ranked, jnp.inf).min(axis=-1, keepdims=True)
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 

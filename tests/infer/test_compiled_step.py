@@ -1,0 +1,140 @@
+"""The compiled decode step: in place, without large temporaries, compiled once (CASES J2 and J4, promise 4)."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nosa_jax.infer import Engine, SamplingParams, decode_step, step
+from nosa_jax.offload import CacheLayout, init_state
+from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, offloaded, random_model, random_tokens
+
+
+@contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Collects one entry per program that XLA compiles meanwhile."""
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(f"{seconds:.3f} s")
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("offload", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_j2_no_temporary_as_large_as_a_layers_slots(offload):
+    """J2: the whole state is aliased, and all temporaries together are smaller than the slots of one layer."""
+    config = SMALL.replace(block_size=16, head_dim=32, max_context=2**15)
+    layout = CacheLayout(config, "nosa", 2, 2**14, offload, 512)
+    model, structure = random_model(config), jax.tree.structure(init_state(layout))
+
+    def advance(model, leaves, tokens):
+        logits, state = step(model, structure.unflatten(leaves), tokens)
+        return logits, jax.tree.leaves(state)
+
+    shapes = jax.eval_shape(lambda: jax.tree.leaves(init_state(layout)))
+    tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
+    compiled = jax.jit(advance, donate_argnums=1).lower(model, shapes, tokens).compile()
+    memory = compiled.memory_analysis()
+    slots = 2 * config.num_kv_heads * layout.n_slots * layout.page_bytes
+    print(f"temporaries {memory.temp_size_in_bytes:,} B, one layer's slots {slots:,} B")
+    assert memory.temp_size_in_bytes < slots / 2
+    counts_of_last_step = 4 * config.num_layers * 2 * config.num_kv_heads * 4  # written, never read
+    assert memory.alias_size_in_bytes >= layout.device_bytes() - counts_of_last_step
+
+
+def test_j2_the_cache_stays_where_it_is_and_the_old_state_is_gone():
+    """J2: ten steps with the same buffers; a state that was stepped cannot be used again."""
+    model = random_model()
+    with offloaded(model) as engine:
+        state = engine.prefill([random_tokens(33), random_tokens(11)])
+        places = [layer.slots.unsafe_buffer_pointer() for layer in state.layers]
+        pooled = [layer.pooled_k.unsafe_buffer_pointer() for layer in state.layers]
+        for t in range(10):
+            old = state
+            _, state = decode_step(model, state, np.full(ROWS, t, np.int32))
+            assert [layer.slots.unsafe_buffer_pointer() for layer in state.layers] == places
+            assert [layer.pooled_k.unsafe_buffer_pointer() for layer in state.layers] == pooled
+        with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+            decode_step(model, old, np.zeros(ROWS, np.int32))
+        # The refused call has not touched the new one.
+        assert np.isfinite(decode_step(model, state, np.zeros(ROWS, np.int32))[0]).all()
+
+
+def test_nothing_compiles_after_warm_up_whatever_the_length():
+    """Promise 4: after one prompt of each padded length, prompts of every length the plan allows, in full and partly
+    filled batches, through `generate` and by hand, with other parameters, compile nothing."""
+    model, context, rows = random_model(ONE_LAYER), 24, 2
+    engine = Engine(model, max_batch=rows, max_context=context, slots=C)
+
+    def use(lengths, **params):
+        prompts = [random_tokens(n, seed=n) for n in lengths]
+        engine.generate(prompts, SamplingParams(max_new_tokens=2, **params))
+
+    def by_hand(lengths):
+        state = engine.prefill([random_tokens(n, seed=n) for n in lengths])
+        for _ in range(3):
+            _, state = decode_step(model, state, np.zeros(rows, np.int32))
+        state.stats()
+
+    for params in ({}, dict(temperature=1.0)):
+        use([4, 8, 12, 16, 22], **params)
+    by_hand([4, 8])
+    with count_compilations() as compiled:
+        use(range(1, context - 1))
+        use([3], eos_ids=(5, 6))
+        use([7, 2, 22, 1], temperature=0.3, top_k=5, top_p=0.5, seed=9)
+        for n in range(1, context):
+            by_hand([n])
+        by_hand([5, 23])
+        engine.close()
+        engine = Engine(model, max_batch=rows, max_context=context, slots=C)
+        use([9, 10])
+        assert compiled == []
+        use([5], eos_ids=())
+        jax.jit(lambda x: x + 3.25)(np.ones(7))
+        assert len(compiled) == 1, "compilations are not counted"
+
+
+IMPORTS = """
+import nosa_jax, nosa_jax.ffi, nosa_jax.infer, nosa_jax.offload, nosa_jax.pallas_kernels, nosa_jax.train
+import jax
+jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has started
+print(jax.device_count(), jax.default_backend(), nosa_jax.ffi.status())
+"""
+
+
+def test_j4_importing_needs_no_gpu_and_starts_no_backend():
+    """J4: with no GPU visible, everything imports, no backend is started by it, and the CPU is used."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    result = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", IMPORTS],
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("3 cpu "), result.stdout
+
+
+@pytest.mark.gpu
+def test_j4_arrays_on_the_cpu_beside_a_gpu_take_the_cpu_handlers():
+    """J4: the same tokens from an engine on the CPU of a machine that has a GPU."""
+    outcomes = []
+    for platform in ("cpu", "gpu"):
+        with jax.default_device(jax.devices(platform)[0]):
+            model = random_model()
+            with offloaded(model) as engine:
+                results = engine.generate([random_tokens(33), random_tokens(11)], SamplingParams(max_new_tokens=20))
+                assert engine._pool.pinned == (platform == "gpu")
+            outcomes.append([r.tokens for r in results])
+    assert outcomes[0] == outcomes[1]

@@ -1,0 +1,158 @@
+"""Memory plans: every byte before anything is allocated, refusals with numbers, and a bound that holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nosa_jax.config import NosaConfig
+from nosa_jax.errors import InputError
+from nosa_jax.infer import DoesNotFitError, Engine, make_plan
+from nosa_jax.infer.plan import format_bytes, parse_bytes, prefill_bytes
+from nosa_jax.infer.prefill import prefill_row
+from nosa_jax.offload import init_state
+from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, P, cache_leaves, offloaded, random_model, random_tokens
+
+SIZES = dict(weight_bytes=1000, attention="nosa", max_batch=2, max_context=400)
+
+
+def test_the_plan_is_what_is_allocated():
+    """Device items are the bytes of the state and the parameters, host items those of the pool."""
+    model = random_model()
+    with offloaded(model) as engine:
+        items = {item.name: item for item in engine.plan.items}
+        assert items["weights"].nbytes == sum(x.nbytes for x in jax.tree.leaves(model.parameters))
+        cache = engine.plan.device_bytes - items["weights"].nbytes - items["prefill workspace"].nbytes
+        assert cache == cache_leaves(init_state(engine.layout))
+        assert engine.plan.host_bytes == items["KV pages"].nbytes == engine._pool.nbytes
+        text = str(engine.plan)
+    for item in items.values():
+        assert f"{item.nbytes:,}" in text
+        assert item.formula in text
+    assert f"{engine.plan.device_bytes:,}" in text
+
+
+@pytest.mark.parametrize(
+    ("context", "slots"), [(400, 2 * C), (C * P, C), (C * P + P, C + 1), (1, C), (2 * C * P, 2 * C)]
+)
+def test_slots_default_to_twice_the_selection_or_the_whole_context(context, slots):
+    assert make_plan(SMALL, **(SIZES | dict(max_context=context))).layout.n_slots == slots
+
+
+def test_slots_shrink_to_the_device_budget_and_no_further():
+    """Byte by byte: the budget of the full plan keeps it, one byte less takes one slot, and C slots are the least."""
+    full = make_plan(SMALL, **SIZES)
+    slot = full.layout.device_bytes() - make_plan(SMALL, **SIZES, slots=2 * C - 1).layout.device_bytes()
+    least = full.device_bytes - C * slot
+    for budget, slots in ((full.device_bytes, 2 * C), (full.device_bytes - 1, 2 * C - 1), (least, C)):
+        plan = make_plan(SMALL, **SIZES, device_budget=budget)
+        assert plan.layout.n_slots == slots
+        assert plan.device_bytes <= budget
+    with pytest.raises(DoesNotFitError) as caught:
+        make_plan(SMALL, **SIZES, device_budget=least - 1)
+    for part in (f"{least:,} bytes", f"{least - 1:,}", "max_batch=2", "max_context=400", f"{C} slots"):
+        assert part in str(caught.value)
+
+
+def test_refusals_name_what_is_needed_and_leave_the_process_usable():
+    model = random_model()
+    with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes of device memory .* budget is 4,096 .*offload=True"):
+        Engine(model, max_batch=2, max_context=400, offload=False, device_budget="4KiB")
+    group = 2 * 2 * 2 * P * SMALL.head_dim * 4
+    with pytest.raises(DoesNotFitError, match=rf"host_budget={group - 1:,} bytes .*\({group:,} bytes\)"):
+        Engine(model, max_batch=2, max_context=400, host_budget=group - 1)
+    with pytest.raises(InputError, match=f"slots={C - 1} cannot hold"):
+        Engine(model, max_batch=2, max_context=400, slots=C - 1)
+    with pytest.raises(InputError, match="max_context=0 must lie in"):
+        Engine(model, max_batch=2, max_context=0)
+    with pytest.raises(InputError, match="max_batch=0 must be"):
+        Engine(model, max_batch=0, max_context=10)
+    with offloaded(model) as engine:
+        assert engine.prefill([random_tokens(5)]).lengths[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("20GiB", 20 * 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        ("512mb", 512 * 10**6),
+        ("7", 7),
+        (" 3 B ", 3),
+        (9, 9),
+        (None, None),
+    ],
+)
+def test_sizes_as_text(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 furlong", "1e9", "1,5 GB"])
+def test_texts_that_are_no_size(text):
+    with pytest.raises(InputError, match="is no memory size"):
+        parse_bytes(text)
+
+
+def test_sizes_for_reading():
+    assert [format_bytes(n) for n in (0, 1023, 1024, 3 * 2**29, 2**50)] == [
+        "0 B", "1023 B", "1.00 KiB", "1.50 GiB", "1024.00 TiB",
+    ]  # fmt: skip
+
+
+WORKSPACES = {
+    "wide": (NosaConfig.tiny(num_layers=1), 2048),
+    "many heads, short": (ONE_LAYER.replace(num_heads=16, num_kv_heads=2, head_dim=16), 96),
+    "wide feed-forward, bfloat16": (NosaConfig.tiny(num_layers=1, ffn_dim=2048, dtype="bfloat16"), 1024),
+}
+
+
+@pytest.mark.parametrize("name", ["many heads, short", *(pytest.param(n, marks=pytest.mark.slow) for n in
+                                                         ("wide", "wide feed-forward, bfloat16"))])  # fmt: skip
+@pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_prefill_stays_within_its_planned_workspace(name, fresh):
+    """Temporaries and results of the compiled prefill of one whole row; nothing is run."""
+    config, n = WORKSPACES[name]
+    model = random_model(config)
+    layout = make_plan(config, **(SIZES | dict(max_context=n))).layout
+    shapes = jax.eval_shape(lambda: jax.tree.leaves(init_state(layout)))
+    structure = jax.tree.structure(init_state(layout))
+    start = 0 if fresh else config.block_size
+    tokens = random_tokens(n - start, vocab=config.vocab_size)
+
+    def read(leaves):
+        return jax.tree.leaves(prefill_row(model, structure.unflatten(leaves), 0, tokens, start))
+
+    memory = jax.jit(read, donate_argnums=0).lower(shapes).compile().memory_analysis()
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    bound = prefill_bytes(config, layout.n_blocks * config.block_size)
+    print(f"{name}: {beside:,} of {bound:,} bytes")
+    assert beside <= bound
+
+
+def test_prompts_that_cannot_be_read():
+    """Each refusal names the prompt, the value and the way out, and starts nothing."""
+    with offloaded(random_model()) as engine:
+        room = engine.layout.max_context
+        for prompts, message in [
+            ([[]], "prompt 0 is empty; give at least one token"),
+            ([[1], np.array([], np.int32)], "prompt 1 is empty"),
+            ([[1, 61]], r"prompt 0 holds token id 61; the model's ids are 0 \.\. 60"),
+            ([[1], [5, -3]], "prompt 1 holds token id -3"),
+            ([np.array([1.5])], "prompt 0 must be a flat list of integer ids, not float64"),
+            ([np.array([[1, 2]])], r"prompt 0 must be a flat list of integer ids, not int64 \(1, 2\)"),
+            (["text"], "prompt 0 is text, but the engine has no tokenizer"),
+            ("text", "must be a list of prompts"),
+            ([random_tokens(room + 1)], f"prompt 0 has {room + 1} tokens .* the plan holds {room} per row"),
+        ]:
+            with pytest.raises(InputError, match=message):
+                engine.generate(prompts)
+            with pytest.raises(InputError, match=message):
+                engine.prefill(prompts)
+        with pytest.raises(InputError, match=rf"asks for up to 128 more; .* ask for at most {room - 200} new tokens"):
+            engine.generate([random_tokens(200)])
+        with pytest.raises(InputError, match=rf"{ROWS + 1} prompts do not fit into max_batch={ROWS} rows"):
+            engine.prefill([[1]] * (ROWS + 1))
+        with pytest.raises(InputError, match="chunk=0 must be at least 1"):
+            engine.prefill([[1]], chunk=0)
+        assert engine.allocator.n_free == engine.plan.page_groups
+        assert jnp.isfinite(engine.prefill([[1], np.array([2], np.uint8), (3, 4)]).logits).all()

@@ -1,0 +1,70 @@
+"""What grows token by token has the bits of what is pooled at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nosa_jax.eviction import ranking_scores
+from nosa_jax.offload import CacheLayout, init_state
+from nosa_jax.offload.append import append_pooling, append_tail
+from nosa_jax.selection import pooled_keys, pooled_ranking
+from tests.infer.cases import ONE_LAYER
+
+TOKENS, ROWS = 53, 3
+CONFIGS = {
+    "two strides": ONE_LAYER,
+    "four strides, bfloat16": ONE_LAYER.replace(pool_window=8, local_blocks=3, dtype="bfloat16"),
+    "one stride": ONE_LAYER.replace(block_size=6, pool_window=3, pool_stride=3),
+    "exp ranking": ONE_LAYER.replace(eviction="dma", pool_window=2, pool_stride=1),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_b7_windows_that_complete_in_decode_have_the_bits_of_prefill(name):
+    """B7: window sums, pooled keys, pooled cis and cis of rows that start at other times; an idle row stays empty."""
+    config = CONFIGS[name]
+    layout = CacheLayout(config, "nosa", ROWS, TOKENS, True, config.budget.total)
+    rng = np.random.default_rng(0)
+    k = jnp.asarray(rng.normal(size=(ROWS, TOKENS, config.num_kv_heads, config.head_dim)), config.dtype)
+    cis = jnp.asarray(rng.normal(size=(ROWS, TOKENS, config.num_kv_heads)), jnp.float32)
+    delay = jnp.asarray([0, 7, TOKENS])  # row 1 starts 7 steps later, row 2 never
+    empty = init_state(layout).layers[0]
+
+    @jax.jit
+    def grow(cache):
+        def add(cache, step):
+            lengths = jnp.maximum(step - delay, 0)
+            active = step >= delay
+            token = jnp.arange(ROWS), lengths
+            return append_pooling(cache, k[token], cis[token], lengths, active, layout), None
+
+        return jax.lax.scan(add, cache, jnp.arange(TOKENS))[0]
+
+    @jax.jit
+    def pool(k, cis):
+        return pooled_keys(k, config), pooled_ranking(ranking_scores(cis, config.eviction), config)
+
+    grown = grow(empty)
+    for row, n in enumerate((TOKENS, TOKENS - 7)):
+        keys, rank = pool(k[row : row + 1, :n], cis[row : row + 1, :n])
+        windows = config.num_windows(n)
+        np.testing.assert_array_equal(grown.pooled_k[row, :, :windows], keys[0])
+        np.testing.assert_array_equal(grown.pooled_rank[row, :, :windows], rank[0])
+        assert np.isneginf(grown.pooled_rank[row, :, windows:]).all()
+        flat = np.asarray(grown.cis[row]).reshape(config.num_kv_heads, -1)
+        np.testing.assert_array_equal(flat[:, :n], cis[row, :n].T)
+    for leaf, before in zip(jax.tree.leaves(grown), jax.tree.leaves(empty), strict=True):
+        np.testing.assert_array_equal(leaf[2], before[2])
+
+
+def test_the_tail_goes_to_its_slot_and_nowhere_else():
+    """A negative slot writes nothing, in particular not to the last slot."""
+    rng = np.random.default_rng(1)
+    slots = jnp.asarray(rng.normal(size=(2, 2, 3, 2, 4, 5)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(2, 2, 5)), jnp.float32) for _ in range(2))
+    expected = np.array(slots)
+    expected[0, 0, 2, 0, 1], expected[0, 0, 2, 1, 1] = k[0, 0], v[0, 0]
+    expected[1, 1, 0, 0, 3], expected[1, 1, 0, 1, 3] = k[1, 1], v[1, 1]
+    tail_slot, lengths = jnp.asarray([[2, -1], [-1, 0]], jnp.int32), jnp.asarray([5, 7], jnp.int32)
+    np.testing.assert_array_equal(append_tail(slots, k, v, tail_slot, lengths), expected)
