@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -131,7 +131,7 @@ def _generate(config: GenerateConfig) -> None:
             "attention 'dense' reads every block in every step, so none can wait on the host; add --resident"
         )
 
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         max_batch=max(1, min(len(prompts), _MAX_ROWS)) if config.max_batch is None else config.max_batch,
         max_context=_context(config, model_config, prompts),
         attention=attention,
@@ -157,7 +157,7 @@ def _generate(config: GenerateConfig) -> None:
             console.print(table)
 
 
-def _model_config(meta: dict, config: GenerateConfig, folder: Path) -> NosaConfig:
+def _model_config(meta: dict[str, Any], config: GenerateConfig, folder: Path) -> NosaConfig:
     try:
         saved = NosaConfig.from_dict(meta.get("config") or {})
     except (ValueError, TypeError) as error:
@@ -167,7 +167,7 @@ def _model_config(meta: dict, config: GenerateConfig, folder: Path) -> NosaConfi
     return saved if config.dtype is None else saved.replace(dtype=config.dtype, param_dtype=config.dtype)
 
 
-def _tokenizer(meta: dict, config: GenerateConfig, model_config: NosaConfig) -> Tokenizer:
+def _tokenizer(meta: dict[str, Any], config: GenerateConfig, model_config: NosaConfig) -> Tokenizer:
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
     elif meta.get("tokenizer"):
@@ -214,7 +214,7 @@ def _read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[_Prompt]
 def _context(config: GenerateConfig, model_config: NosaConfig, prompts: list[_Prompt]) -> int:
     """Tokens per row: as asked for, or what the longest prompt needs. Refuses prompts that do not fit."""
     given = config.max_context is not None
-    limit = config.max_context if given else model_config.max_context
+    limit = model_config.max_context if config.max_context is None else config.max_context
     for name, ids in prompts:
         if len(ids) + config.max_new_tokens > limit:
             raise InputError(
