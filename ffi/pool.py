@@ -183,7 +183,7 @@ def _pin(
     if device is None:
         default = jax.config.jax_default_device
         device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
-    if device.platform != "gpu":
+    if device.platform not in ("gpu", "cuda"):
         return None
     from nosa_jax.ffi import _cuda
 

@@ -225,6 +225,11 @@ XLA_FFI_DEFINE_HANDLER(kHandler, AssignSlots,
 
 }  // namespace
 
+void LoadAssignKernel() {
+  cudaFuncAttributes unused;
+  cudaFuncGetAttributes(&unused, AssignKernel);
+}
+
 XLA_FFI_Handler* const kAssignSlotsCuda = kHandler;
 
 }  // namespace nosa

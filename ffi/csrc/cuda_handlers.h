@@ -9,4 +9,9 @@ extern XLA_FFI_Handler* const kAssignSlotsCuda;
 extern XLA_FFI_Handler* const kSwapInCuda;
 extern XLA_FFI_Handler* const kWritePagesCuda;
 
+// Load the kernels into the calling thread's device now: the first launch may happen while a graph is captured, where
+// loading can fail.
+void LoadAssignKernel();
+void LoadTransferKernels();
+
 }  // namespace nosa

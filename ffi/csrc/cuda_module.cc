@@ -72,6 +72,8 @@ class PinnedPool {
     Require(current.status, "CUDA device " + std::to_string(device));
     const std::lock_guard<std::mutex> lock(mutex);
     MakeTable();
+    LoadAssignKernel();
+    LoadTransferKernels();
     Register(reinterpret_cast<std::byte*>(address), n_pages, page_bytes);
     PoolEntry& entry = table.load()->entries[slot];
     entry = PoolEntry{};

@@ -56,49 +56,68 @@ __device__ void Report(FaultRecord* record, const Fault& fault) {
   *static_cast<volatile int32_t*>(&record->state) = FaultRecord::kReady;
 }
 
-// The pool's entry, or null after the fault was recorded. By one thread.
-__device__ PoolEntry* FindPool(const TransferArgs& args, bool writes, PoolView* view) {
+// By one thread, and early: two loads over the link whose results are not waited for until they are checked.
+__device__ PoolView FetchPool(const TransferArgs& args) {
+  PoolView view{};
+  const int32_t slot = args.handle[0];
+  if (slot >= 0 && slot < kMaxPools) {
+    const auto* const entry = reinterpret_cast<const uint4*>(&args.table->entries[slot]);
+    const uint4 halves[2] = {__ldcv(entry), __ldcv(entry + 1)};
+    memcpy(&view, halves, sizeof(PoolView));
+  }
+  return view;
+}
+
+// The pool's entry, or null after the fault was recorded. By the thread that fetched the view.
+__device__ PoolEntry* CheckPool(const TransferArgs& args, const PoolView& view, bool writes) {
   const int32_t slot = args.handle[0], generation = args.handle[1];
   const bool named = slot >= 0 && slot < kMaxPools;
   PoolEntry* const entry = named ? &args.table->entries[slot] : nullptr;
-  if (named) {
-    const uint4 halves[2] = {__ldcv(reinterpret_cast<const uint4*>(entry)),
-                             __ldcv(reinterpret_cast<const uint4*>(entry) + 1)};
-    memcpy(view, halves, sizeof(PoolView));
+  Fault fault{FaultKind::kHandle, writes, slot, generation, 0, 0, 0, 0, 0, 0};
+  FaultRecord* record = nullptr;
+  if (!named || generation < 1 || view.generation != generation) {
+    record = named ? &entry->stale : &args.table->stray;
+  } else if (view.page_bytes != args.sizes.page_bytes) {
+    fault.kind = FaultKind::kPageSize;
+    fault.value = args.sizes.page_bytes;
+    fault.limit = view.page_bytes;
+    record = &entry->own;
   }
-  if (!named || generation < 1 || view->generation != generation) {
-    if (blockIdx.x == 0) {
-      Report(named ? &entry->stale : &args.table->stray,
-             Fault{FaultKind::kHandle, writes, slot, generation, 0, 0, 0, 0, 0, 0});
-    }
-    return nullptr;
-  }
-  if (view->page_bytes != args.sizes.page_bytes) {
-    if (blockIdx.x == 0) {
-      Report(&entry->own, Fault{FaultKind::kPageSize, writes, slot, generation, 0, 0, args.sizes.page_bytes,
-                                view->page_bytes, 0, 0});
-    }
-    return nullptr;
+  if (record != nullptr && blockIdx.x == 0) Report(record, fault);
+  return record == nullptr ? entry : nullptr;
+}
+
+// One entry of a list, as it stands in memory.
+struct Entry {
+  int64_t h;  // row * K + head
+  int32_t block;
+  int32_t slot;
+  int32_t place;  // the block's page table entry
+};
+
+__device__ Entry LoadEntry(const TransferArgs& args, int64_t h, int64_t j) {
+  const TransferSizes& sizes = args.sizes;
+  Entry entry{h, args.block[h * sizes.entries + j], args.slot[h * sizes.entries + j], -1};
+  if (entry.block >= 0 && entry.block < sizes.blocks) {
+    entry.place = args.page_table[h / sizes.heads * sizes.blocks + entry.block];
   }
   return entry;
 }
 
-// Where entry j of list `h` lies on both sides, or null addresses after the fault was recorded.
-__device__ Addresses Resolve(const TransferArgs& args, PoolEntry* entry, const PoolView& pool, int64_t h, int64_t j,
+// Where an entry lies on both sides, or null addresses after the fault was recorded.
+__device__ Addresses Resolve(const TransferArgs& args, const PoolView& pool, FaultRecord* record, const Entry& entry,
                              bool writes) {
   const TransferSizes& sizes = args.sizes;
-  const int64_t row = h / sizes.heads, head = h % sizes.heads;
-  const int64_t block = args.block[h * sizes.entries + j], slot = args.slot[h * sizes.entries + j];
+  const int64_t row = entry.h / sizes.heads, head = entry.h % sizes.heads;
   const auto fail = [&](FaultKind kind, int64_t value, int64_t limit, int64_t page) {
-    Report(&entry->own, Fault{kind, writes, args.handle[0], args.handle[1], row, head, value, limit, block, page});
+    Report(record, Fault{kind, writes, args.handle[0], args.handle[1], row, head, value, limit, entry.block, page});
     return Addresses{nullptr, nullptr};
   };
-  if (block < 0 || block >= sizes.blocks) return fail(FaultKind::kBlock, block, sizes.blocks, 0);
-  if (slot < 0 || slot >= sizes.slots) return fail(FaultKind::kSlot, slot, sizes.slots, 0);
-  const int64_t place = args.page_table[row * sizes.blocks + block];
-  const int64_t page = (place * sizes.n_layers + sizes.layer) * sizes.heads + head;
-  if (place < 0 || page >= pool.n_pages) return fail(FaultKind::kPage, place, pool.n_pages, page);
-  return {pool.base + page * sizes.page_bytes, args.cache + (h * sizes.slots + slot) * sizes.page_bytes};
+  if (entry.block < 0 || entry.block >= sizes.blocks) return fail(FaultKind::kBlock, entry.block, sizes.blocks, 0);
+  if (entry.slot < 0 || entry.slot >= sizes.slots) return fail(FaultKind::kSlot, entry.slot, sizes.slots, 0);
+  const int64_t page = (entry.place * sizes.n_layers + sizes.layer) * sizes.heads + head;
+  if (entry.place < 0 || page >= pool.n_pages) return fail(FaultKind::kPage, entry.place, pool.n_pages, page);
+  return {pool.base + page * sizes.page_bytes, args.cache + (entry.h * sizes.slots + entry.slot) * sizes.page_bytes};
 }
 
 // `Unit` is the widest type that divides a page.
@@ -112,29 +131,38 @@ __global__ void __launch_bounds__(kThreads) TransferKernel(const TransferArgs ar
   __shared__ PoolView pool;
 
   const TransferSizes& sizes = args.sizes;
-  if (threadIdx.x == 0) {
-    PoolView view;
-    shared_entry = FindPool(args, writes, &view);
-    pool = view;
-  }
-  __syncthreads();
-  PoolEntry* const entry = shared_entry;
-  if (entry == nullptr) return;
+  PoolView fetched{};
+  if (threadIdx.x == 0) fetched = FetchPool(args);
+  bool pool_ready = false;
+  // By the whole CTA; false when there is no pool to use. The link's latency passes behind the reading of the lists.
+  const auto ready_pool = [&] {
+    if (!pool_ready) {
+      if (threadIdx.x == 0) {
+        pool = fetched;
+        shared_entry = CheckPool(args, fetched, writes);
+        if (shared_entry != nullptr && blockIdx.x == 0) {
+          atomicAdd(writes ? &shared_entry->write_calls : &shared_entry->read_calls, 1ull);
+        }
+      }
+      __syncthreads();
+      pool_ready = true;
+    }
+    return shared_entry != nullptr;
+  };
 
   const int64_t n_heads = sizes.rows * sizes.heads;
   const uint32_t page_units = static_cast<uint32_t>(sizes.page_bytes / sizeof(Unit));
   const uint32_t page_chunks = (page_units + kThreads - 1) / kThreads;
-  unsigned long long moved = 0;
   for (int64_t tile = 0; tile < n_heads; tile += kTileHeads) {
     int32_t counts[kHeadsPerThread], offsets[kHeadsPerThread];
+    int64_t wrong_head = -1;
+    int32_t wrong_count = 0;
     for (int i = 0; i < kHeadsPerThread; ++i) {
       const int64_t h = tile + threadIdx.x * kHeadsPerThread + i;
       counts[i] = h < n_heads ? args.count[h] : 0;
       if (counts[i] < 0 || counts[i] > sizes.entries) {
-        if (blockIdx.x == 0) {
-          Report(&entry->own, Fault{FaultKind::kCount, writes, args.handle[0], args.handle[1], h / sizes.heads,
-                                    h % sizes.heads, counts[i], sizes.entries, 0, 0});
-        }
+        wrong_head = h;
+        wrong_count = counts[i];
         counts[i] = 0;
       }
     }
@@ -143,22 +171,24 @@ __global__ void __launch_bounds__(kThreads) TransferKernel(const TransferArgs ar
     for (int i = 0; i < kHeadsPerThread; ++i) first_entry[threadIdx.x * kHeadsPerThread + i] = offsets[i];
     if (threadIdx.x == 0) first_entry[kTileHeads] = n_entries;
     __syncthreads();
-    moved += n_entries;
 
     const int64_t n_chunks = int64_t{n_entries} * page_chunks;
     const int64_t begin = n_chunks * blockIdx.x / gridDim.x;
     const int64_t end = n_chunks * (blockIdx.x + 1) / gridDim.x;
     for (int64_t batch = begin / page_chunks; batch * page_chunks < end; batch += kThreads) {
       const int64_t mine = batch + threadIdx.x;
-      if (mine * page_chunks < end) {
+      const bool has_entry = mine * page_chunks < end;
+      Entry entry{};
+      if (has_entry) {
         int low = 0, high = kTileHeads;  // first_entry[low] <= mine < first_entry[high]
         while (high - low > 1) {
           const int middle = (low + high) / 2;
           (first_entry[middle] <= mine ? low : high) = middle;
         }
-        addresses[threadIdx.x] =
-            Resolve(args, entry, pool, tile + low, mine - first_entry[low], writes);
+        entry = LoadEntry(args, tile + low, mine - first_entry[low]);
       }
+      if (!ready_pool()) return;
+      if (has_entry) addresses[threadIdx.x] = Resolve(args, pool, &shared_entry->own, entry, writes);
       __syncthreads();
 
       // Chunks counted from the batch's first entry, so that they fit in 32 bits.
@@ -187,10 +217,16 @@ __global__ void __launch_bounds__(kThreads) TransferKernel(const TransferArgs ar
       __syncthreads();  // the addresses are about to be replaced
     }
     __syncthreads();  // ... and the offsets
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    atomicAdd(writes ? &entry->pages_written : &entry->pages_read, moved);
-    atomicAdd(writes ? &entry->write_calls : &entry->read_calls, 1ull);
+    if (blockIdx.x == 0) {
+      if (!ready_pool()) return;
+      if (threadIdx.x == 0) atomicAdd(writes ? &shared_entry->pages_written : &shared_entry->pages_read,
+                                      static_cast<unsigned long long>(n_entries));
+      if (wrong_head >= 0) {
+        Report(&shared_entry->own, Fault{FaultKind::kCount, writes, args.handle[0], args.handle[1],
+                                         wrong_head / sizes.heads, wrong_head % sizes.heads, wrong_count,
+                                         sizes.entries, 0, 0});
+      }
+    }
   }
 }
 
@@ -249,6 +285,16 @@ XLA_FFI_DEFINE_HANDLER(kWritePages, Transfer<true>,
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
+
+void LoadTransferKernels() {
+  cudaFuncAttributes unused;
+  cudaFuncGetAttributes(&unused, TransferKernel<false, uint4>);
+  cudaFuncGetAttributes(&unused, TransferKernel<true, uint4>);
+  cudaFuncGetAttributes(&unused, TransferKernel<false, unsigned int>);
+  cudaFuncGetAttributes(&unused, TransferKernel<true, unsigned int>);
+  cudaFuncGetAttributes(&unused, TransferKernel<false, unsigned char>);
+  cudaFuncGetAttributes(&unused, TransferKernel<true, unsigned char>);
+}
 
 XLA_FFI_Handler* const kSwapInCuda = kSwapIn;
 XLA_FFI_Handler* const kWritePagesCuda = kWritePages;
