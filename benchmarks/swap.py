@@ -24,6 +24,7 @@ import numpy as np
 
 from nosa_jax import ffi
 from nosa_jax.ffi import _cuda
+from nosa_jax.ffi.handlers import DEFAULT_CTAS
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -39,7 +40,7 @@ class Case:
 
     call_bytes: int
     page_bytes: int = 32 * 2**10
-    n_ctas: int = ffi.swap_in.__kwdefaults__["n_ctas"]
+    n_ctas: int = DEFAULT_CTAS
 
     @property
     def n_entries(self) -> int:
