@@ -185,7 +185,8 @@ def plot(results: list[dict], by_ctas: list[dict], path: Path) -> None:
         ("naive", "NumPy gather + device_put"),
     ):
         left.plot(mib, [result[f"{name}_gb_per_s"] for result in results], marker="o", label=label)
-    left.set(xscale="log", xlabel="MiB per call", ylabel="GB/s", title="Pages of 32 KiB, host to device")
+    left.set_xscale("log", base=2)
+    left.set(xlabel="MiB per call", ylabel="GB/s", title="Pages of 32 KiB, host to device")
     left.set_ylim(bottom=0)
     left.legend()
     for call_bytes in sorted({result["call_bytes"] for result in by_ctas}):
@@ -196,7 +197,8 @@ def plot(results: list[dict], by_ctas: list[dict], path: Path) -> None:
             marker="o",
             label=f"{call_bytes / 2**20:g} MiB",
         )
-    right.set(xscale="log", xlabel="thread blocks", ylabel="share of the memcpy rate", title="In a CUDA graph")
+    right.set_xscale("log", base=2)
+    right.set(xlabel="thread blocks", ylabel="share of the memcpy rate", title="In a CUDA graph")
     right.set_ylim(0, 1.05)
     right.legend()
     figure.tight_layout()
