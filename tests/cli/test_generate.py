@@ -102,6 +102,7 @@ def test_model_without_a_tokenizer(capsys, nameless_model):
         (["--prompt", "x", "--device-budget", "lots"], ["'lots'", "20GiB"]),
         (["--prompt", "x", "--device-budget", "1KiB"], ["needs", "budget is 1,024", "lower max_batch or max_context"]),
         (["--prompt", "x", "--host-budget", "1KiB"], ["host", "1,024", "needs"]),
+        (["--prompt", "x" * 40, "--host-budget", "4KiB"], ["prompt 0 needs 43 blocks", "22,016 bytes", "4,096 bytes"]),
         (["--prompt", "x", "--max-batch", "0"], ["max_batch=0", "at least 1"]),
         (["--prompt", "x", "--attention", "dense"], ["'dense'", "--resident"]),
         (["--prompt", "x", "--step", "3"], ["step=3", "leave step out"]),
@@ -114,6 +115,13 @@ def test_bad_value_is_named_with_its_limit_and_remedy(capsys, byte_model, argv, 
     message = refusal(capsys, "--model", str(byte_model), *argv)
     for word in words:
         assert word in message
+
+
+def test_more_host_memory_than_there_is(capsys, byte_model, monkeypatch):
+    monkeypatch.setattr("nosa_jax.ffi._cpu.available_bytes", lambda: 10_000)
+    message = refusal(capsys, "--model", str(byte_model), "--prompt", "x" * 40)
+    assert "22016 bytes" in message
+    assert "10000 bytes" in message
 
 
 def test_folder_that_is_missing_or_holds_no_checkpoint(capsys, tmp_path):
