@@ -100,6 +100,21 @@ def prefill_bytes(config: NosaConfig, n_tokens: int) -> int:
     return 4 * (wide + keys_values + logits + selection + chunk)
 
 
+def decode_bytes(layout: CacheLayout) -> int:
+    """Upper bound of the memory beside the cache during one decode step.
+
+    For every row: the selected pages of one layer (3 copies: gathered, and keys and values masked), attention logits
+    and scores of all windows (3 copies), block scores (8), and the hidden states with the next token's logits (3),
+    all in float32 at most.
+    """
+    c = layout.config
+    pages = c.num_kv_heads * layout.n_selected * 2 * c.block_size * c.head_dim * 3
+    logits = c.num_heads * (layout.n_selected * c.block_size + layout.n_windows) * 3
+    blocks = c.num_kv_heads * layout.n_blocks * 8
+    hidden = (c.embed_dim + c.num_heads * c.head_dim + c.ffn_dim + c.vocab_size) * 3
+    return 4 * layout.max_batch * (pages + logits + blocks + hidden)
+
+
 def make_plan(
     config: NosaConfig,
     *,
@@ -140,9 +155,10 @@ def make_plan(
             MemoryItem("weights", "device", weight_bytes, "all parameters in the compute dtype"),
             *layout.device_items(),
             MemoryItem(
-                "prefill workspace", "device", prefill_bytes(config, padded), f"bound for one row of {padded} tokens"
+                "workspace", "device", max(reading := prefill_bytes(config, padded), decode_bytes(layout)),
+                f"the larger of {reading:,} (reading a row of {padded} tokens) and {decode_bytes(layout):,} (a step)",
             ),
-        ]
+        ]  # fmt: skip
 
     if slots is not None or not offload:
         layout, items = items_for(slots if slots is not None else needed)

@@ -7,10 +7,10 @@ import pytest
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.errors import InputError
-from nosa_jax.infer import DoesNotFitError, Engine, make_plan
-from nosa_jax.infer.plan import format_bytes, parse_bytes, prefill_bytes
+from nosa_jax.infer import DoesNotFitError, Engine, make_plan, step
+from nosa_jax.infer.plan import decode_bytes, format_bytes, parse_bytes, prefill_bytes
 from nosa_jax.infer.prefill import prefill_row
-from nosa_jax.offload import init_state
+from nosa_jax.offload import CacheLayout, init_state
 from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, P, cache_leaves, offloaded, random_model, random_tokens
 
 SIZES = dict(weight_bytes=1000, attention="nosa", max_batch=2, max_context=400)
@@ -22,7 +22,7 @@ def test_the_plan_is_what_is_allocated():
     with offloaded(model) as engine:
         items = {item.name: item for item in engine.plan.items}
         assert items["weights"].nbytes == sum(x.nbytes for x in jax.tree.leaves(model.parameters))
-        cache = engine.plan.device_bytes - items["weights"].nbytes - items["prefill workspace"].nbytes
+        cache = engine.plan.device_bytes - items["weights"].nbytes - items["workspace"].nbytes
         assert cache == cache_leaves(init_state(engine.layout))
         assert engine.plan.host_bytes == items["KV pages"].nbytes == engine._pool.nbytes
         text = str(engine.plan)
@@ -127,6 +127,34 @@ def test_prefill_stays_within_its_planned_workspace(name, fresh):
     bound = prefill_bytes(config, layout.n_blocks * config.block_size)
     print(f"{name}: {beside:,} of {bound:,} bytes")
     assert beside <= bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "attention", "batch", "context", "offload"),
+    [
+        ({}, "nosa", 4, 8192, True),
+        (dict(dtype="bfloat16"), "nosa", 16, 1024, True),
+        (dict(num_heads=16, head_dim=64), "infllmv2", 4, 4096, True),
+        ({}, "dense", 2, 2048, False),
+    ],
+    ids=str,
+)
+def test_a_step_stays_within_its_planned_workspace(change, attention, batch, context, offload):
+    config = NosaConfig.tiny(num_layers=2, **change)
+    model, layout = random_model(config), CacheLayout(config, attention, batch, context, offload, 16)
+    shapes = jax.eval_shape(lambda: jax.tree.leaves(init_state(layout)))
+    structure = jax.tree.structure(init_state(layout))
+
+    def advance(model, leaves, tokens):
+        logits, state = step(model, structure.unflatten(leaves), tokens)
+        return logits, jax.tree.leaves(state)
+
+    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    memory = jax.jit(advance, donate_argnums=1).lower(model, shapes, tokens).compile().memory_analysis()
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    print(f"{beside:,} of {decode_bytes(layout):,} bytes")
+    assert beside <= decode_bytes(layout)
 
 
 def test_prompts_that_cannot_be_read():
