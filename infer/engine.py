@@ -204,8 +204,8 @@ class Engine:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-        self._handed_out = False
         self._reset()
+        self._handed_out = False
 
     def _take_state(self) -> DecodeState:
         """The engine's state; the caller owns it until it is put back."""

@@ -1,6 +1,7 @@
 """One computation over two memories: bytes that left the device come back the same, and so does every logit."""
 
 import dataclasses
+import functools
 import gc
 import hashlib
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from nosa_jax.ffi import assign_slots
-from nosa_jax.infer import Engine, decode, decode_step
+from nosa_jax.infer import Engine, SamplingParams, decode, decode_step, step
 from nosa_jax.offload import residency
 from tests.infer.cases import (
     LENGTHS,
@@ -55,6 +56,36 @@ def test_o1_offloaded_and_resident_decode_are_equal_bit_for_bit(batch):
     np.testing.assert_array_equal(stats.min_locality, np.where(np.isinf(locality), np.nan, locality).astype("f4"))
     assert stats.hit_rate == moved.hits.sum() / (moved.hits.sum() + moved.misses.sum())
     assert stats.steps == 200
+
+
+@pytest.mark.slow
+def test_generate_gives_the_same_tokens_from_both_memories():
+    params = [SamplingParams(max_new_tokens=60, temperature=t, seed=3) for t in (0.0, 1.0, 1.3)]
+    prompts = prompts_for((31, 32, 27))
+    with offloaded(MODEL) as moved, resident(MODEL) as stayed:
+        results = [engine.generate(prompts, params) for engine in (moved, stayed)]
+    assert [r.tokens for r in results[0]] == [r.tokens for r in results[1]]
+    assert [r.hits + r.misses for r in results[0]] == [r.hits for r in results[1]]
+    assert all(r.misses > 0 for r in results[0])
+
+
+@pytest.mark.slow
+def test_steps_inside_a_loop_of_the_callers_own_jit():
+    """`step` in a `fori_loop`: swaps happen once per iteration, in order."""
+    prompts = prompts_for(LENGTHS)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def loop(model, state):
+        return jax.lax.fori_loop(0, 40, lambda _, s: step(model, s, s.logits.argmax(axis=-1))[1], state)
+
+    with offloaded(MODEL) as engine:
+        by_hand = run_steps(MODEL, engine.prefill(prompts), 40).state.stats()
+        state = engine.prefill(prompts)
+        before = engine._pool.stats().pages_read
+        looped = loop(MODEL, state).stats()
+        assert engine._pool.stats().pages_read - before == looped.total.misses.sum() > 0
+    jax.tree.map(np.testing.assert_array_equal, looped.total, by_hand.total)
+    np.testing.assert_array_equal(looped.min_locality, by_hand.min_locality)
 
 
 @pytest.mark.slow
