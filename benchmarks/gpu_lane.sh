@@ -29,7 +29,7 @@ build() {
     "$python" -m pip install --quiet --no-build-isolation --no-deps --editable .
   "$python" -c 'import jax, nosa_jax.ffi as f; print(f.status(), jax.devices()); assert f.has_cuda()'
 }
-tests() { "$python" -m pytest -m gpu --durations=10 tests; }
+tests() { "$python" -m pytest -m gpu --durations=10 tests/ffi tests/offload tests/infer; }
 sanitize() {
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   local tool

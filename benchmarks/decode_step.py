@@ -1,0 +1,154 @@
+"""What the swaps cost a decode step, on whatever device JAX runs on.
+
+    python benchmarks/decode_step.py [--layers 4] [--batch 16] [--context 16384] [--out benchmarks/results]
+
+Layers of the 8B shape with random weights over a cache of random contents. Three steps are timed side by side: the
+whole cache in slots without the handlers; with the handlers, every block in a slot, so that nothing moves; and with
+2C slots, where random queries want blocks that are not there. Beside each: the bytes it reads over the memory
+bandwidth given, and the bytes it fetches over the link's.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from nosa_jax import NosaConfig, NosaLM
+from nosa_jax.ffi import HostPool
+from nosa_jax.infer import FrozenModel, decode_step, freeze
+from nosa_jax.offload import CacheLayout, DecodeState, init_state
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time decode steps with and without the handlers."""
+
+    layers: int = 4
+    batch: int = 16
+    context: int = 16_384
+    steps: int = 60
+    memory_gb_per_s: float = 4_300.0
+    """Device memory bandwidth, for the floor."""
+    link_gb_per_s: float = 55.0
+    """Host link bandwidth, for the floor."""
+    out: Path = Path("benchmarks/results")
+
+
+def filled_state(layout: CacheLayout, pool: HostPool | None, length: int) -> DecodeState:
+    """A state whose rows hold `length` tokens of random contents, the latest blocks in the slots."""
+    config = layout.config
+    state = init_state(layout, None if pool is None else pool.handle)
+    n_blocks, batch = layout.n_blocks, layout.max_batch
+    key = jax.random.key(0)
+    windows = config.num_windows(length)
+    first = max(0, config.num_blocks(length) - layout.n_slots)
+    layers = []
+    for index, layer in enumerate(state.layers):
+        keys = jax.random.split(jax.random.fold_in(key, index), 3)
+        ranks = jnp.where(jnp.arange(layout.n_windows) < windows, 0.0, -jnp.inf)
+        blocks = jnp.arange(first, first + layout.n_slots, dtype=jnp.int32)
+        layers.append(
+            type(layer)(
+                **{name: getattr(layer, name) for name in ("key_sums", "rank_sums", "selected", "cis")},
+                slots=jax.random.normal(keys[0], layer.slots.shape, layer.slots.dtype),
+                slot_block=jnp.broadcast_to(blocks, layer.slot_block.shape) + 0,
+                last_used=layer.last_used,
+                pooled_k=jax.random.normal(keys[1], layer.pooled_k.shape, layer.pooled_k.dtype),
+                pooled_rank=jax.random.normal(keys[2], layer.pooled_rank.shape) + ranks,
+            )
+        )
+    table = np.arange(batch * n_blocks, dtype=np.int32).reshape(batch, n_blocks)
+    return state.replace(
+        layers=tuple(layers),
+        lengths=jnp.full(batch, length, jnp.int32),
+        capacity=jnp.full(batch, layout.max_context, jnp.int32),
+        active=jnp.ones(batch, bool),
+        page_table=jnp.asarray(table),
+    )
+
+
+def time_steps(model: FrozenModel, layout: CacheLayout, options: Options) -> dict[str, Any]:
+    """Seconds of a step, median over single steps and over the whole run, and what the steps fetched."""
+    pool = None
+    if layout.offload:
+        pool = HostPool(layout.max_batch * layout.n_blocks * layout.pages_per_block, layout.page_bytes)
+    state = filled_state(layout, pool, options.context - options.steps - 40)
+    tokens = jnp.zeros(layout.max_batch, jnp.int32)
+    for _ in range(20):
+        _, state = decode_step(model, state, tokens)
+    jax.block_until_ready(state.logits)
+    before = int(np.sum(state.stats().total.misses))
+    single = []
+    start = time.perf_counter()
+    for _ in range(options.steps):
+        _, state = decode_step(model, state, tokens)
+    jax.block_until_ready(state.logits)
+    whole = (time.perf_counter() - start) / options.steps
+    misses = (int(np.sum(state.stats().total.misses)) - before) / options.steps
+    for _ in range(20):
+        start = time.perf_counter()
+        _, state = decode_step(model, state, tokens)
+        jax.block_until_ready(state.logits)
+        single.append(time.perf_counter() - start)
+    if pool is not None:
+        pool.check()
+        pool.close()
+    config = layout.config
+    read = model.nbytes - config.vocab_size * config.embed_dim * 2  # all weights but the embedding
+    read += sum(layer.pooled_k.nbytes for layer in state.layers)
+    read += config.num_layers * layout.max_batch * config.num_kv_heads * layout.n_selected * layout.page_bytes
+    fetched = misses * layout.page_bytes
+    return {
+        "step_seconds": whole,
+        "single_step_seconds": statistics.median(single),
+        "fetched_bytes_per_step": fetched,
+        "misses_per_layer_row_head": misses / (config.num_layers * layout.max_batch * config.num_kv_heads),
+        "floor_memory_seconds": read / options.memory_gb_per_s / 1e9,
+        "floor_link_seconds": fetched / options.link_gb_per_s / 1e9,
+    }
+
+
+def main() -> int:
+    """Time the three steps and write the figures."""
+    options = tyro.cli(Options, description=__doc__)
+    config = NosaConfig.nosa_8b(num_layers=options.layers, param_dtype="bfloat16")
+    model = freeze(NosaLM.from_config(config))
+    n_blocks = config.num_blocks(options.context)
+    needed = config.budget.total
+    layouts = {
+        "no handlers": CacheLayout(config, "nosa", options.batch, options.context, False, needed),
+        "handlers, nothing moves": CacheLayout(config, "nosa", options.batch, options.context, True, n_blocks),
+        "handlers, 2C slots": CacheLayout(config, "nosa", options.batch, options.context, True, 2 * needed),
+    }
+    results = {}
+    for name, layout in layouts.items():
+        results[name] = time_steps(model, layout, options)
+        print(name, {key: float(f"{value:.4g}") for key, value in results[name].items()}, flush=True)
+    extra = results["handlers, nothing moves"]["step_seconds"] - results["no handlers"]["step_seconds"]
+    print(f"handlers that move nothing cost {extra / options.layers * 1e6:.2f} us a layer")
+    report = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+        "shape": f"8B width, {options.layers} layers, {options.batch} rows, {options.context} tokens, random weights",
+        "steps": results,
+        "handlers_seconds_per_layer": extra / options.layers,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "decode_step.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
