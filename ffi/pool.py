@@ -39,7 +39,12 @@ class HostPool:
     as data: one compiled step serves every pool, and a closed pool is noticed instead of being read. The slab is
     freed by `close`, at the end of a `with` block, or with the last reference; a handler that is running keeps it
     until it is done. Handlers on the CPU can use every pool; those of a GPU need one that was made for a GPU, which
-    is pinned.
+    is pinned; it is valid on that GPU (and on the CPU) and refused on another.
+
+    Attributes:
+        n_pages, page_bytes: its size.
+        touch_seconds: what mapping the slab and touching each of its pages took.
+        pin_seconds: what registering it with CUDA took; about 0 for a pool that is not for a GPU.
 
     Args:
         n_pages: pages, at least 1.
@@ -66,20 +71,29 @@ class HostPool:
         for name, value in (("n_pages", n_pages), ("page_bytes", page_bytes)):
             if not 1 <= value < 2**63:
                 raise ValueError(f"HostPool: {name}={value} must be at least 1 and below 2**63")
+        self.n_pages = n_pages
+        self.page_bytes = page_bytes
+        gpu = _gpu_number(device)  # first: it may start JAX's backend, which is not the pool's set-up
         start = time.perf_counter()
         available = _cpu.available_bytes() if available_bytes is None else available_bytes
         self._native = _cpu.HostPool(n_pages, page_bytes, available)
-        self.n_pages = n_pages
-        self.page_bytes = page_bytes
-        self._pinned = _pin(self._native, n_pages, page_bytes, device)
+        touched = time.perf_counter()
+        self._pinned = None if gpu is None else _pin(self._native, n_pages, page_bytes, gpu)
         # Unpins before the slab goes, also when the interpreter exits with the pool open.
         self._finalizer = weakref.finalize(self, _close, self._native, self._pinned)
-        self.setup_seconds = time.perf_counter() - start
+        self._first_generation = self._native.handle[1]
+        self.touch_seconds = touched - start
+        self.pin_seconds = time.perf_counter() - touched
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return self.n_pages * self.page_bytes
+
+    @property
+    def setup_seconds(self) -> float:
+        """What making the pool took: touching and pinning."""
+        return self.touch_seconds + self.pin_seconds
 
     @property
     def pinned(self) -> bool:
@@ -88,7 +102,10 @@ class HostPool:
 
     @property
     def handle(self) -> Int32[np.ndarray, "2"]:
-        """What handlers take to find this pool. Stays readable after `close`, and is then refused by handlers."""
+        """What handlers take to find this pool, until `renew`.
+
+        Stays readable after `close`, and is then refused by handlers.
+        """
         return np.array(self._native.handle, np.int32)
 
     @property
@@ -102,6 +119,19 @@ class HostPool:
         A pinned pool waits for its devices to finish what they were given before.
         """
         self._finalizer()
+
+    def renew(self) -> None:
+        """Give the pool another `handle`; whatever holds an earlier one is refused by handlers from now on.
+
+        Pages keep their contents, nothing is mapped or pinned again. Waits until what was started with an earlier
+        handle is done, so pages can be given to others at once.
+
+        Raises:
+            PoolClosedError: the pool is closed.
+        """
+        self._native.renew()
+        if self._pinned is not None:
+            self._pinned.renew(self._native.handle[1])
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +147,8 @@ class HostPool:
         rate = self.nbytes / self.setup_seconds / 1e9
         return (
             f"HostPool({self.n_pages} pages of {self.page_bytes} bytes, {state}, {kind}, "
-            f"set up in {self.setup_seconds:.3f} s ({rate:.1f} GB/s), handle {self._native.handle})"
+            f"set up in {self.setup_seconds:.3f} s ({rate:.1f} GB/s; {self.touch_seconds:.3f} s to touch, "
+            f"{self.pin_seconds:.3f} s to pin), handle {self._native.handle})"
         )
 
     def stats(self) -> PoolStats:
@@ -138,18 +169,20 @@ class HostPool:
         """Raise what a handler could only record.
 
         Handlers on the CPU raise by themselves, so there this finds nothing. On a GPU nothing can be raised from
-        within a step: call this after a step's results were read. What was found is raised once.
+        within a step: call this after a step's results were read. What was found is raised once, whichever of the
+        pool's handles it came with.
 
         Raises:
-            PoolClosedError: a handler on a GPU was given the handle of a closed pool, of one that was not made for a
-                GPU, or one that was never given out.
+            PoolClosedError: a handler on a GPU was given the handle of a closed pool, one from before `renew`, that of
+                a pool that was not made for this GPU, or one that was never given out.
             RuntimeError: a block, slot, count or page number out of range; the message holds the numbers.
         """
         if not has_cuda():
             return
         from nosa_jax.ffi import _cuda
 
-        fault = _cuda.take_fault(*self._native.handle)
+        slot, generation = self._native.handle
+        fault = _cuda.take_fault(slot, self._first_generation, generation)
         if fault is not None:
             was_closed, text = fault
             raise PoolClosedError(text) if was_closed else RuntimeError(text)
@@ -174,21 +207,22 @@ class HostPool:
         self._native.write_page(index, data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
 
 
-def _pin(
-    native: "_cpu.HostPool", n_pages: int, page_bytes: int, device: jax.Device | None
-) -> "_cuda.PinnedPool | None":
-    """Register the slab with CUDA if the pool is for a GPU. Raises HostMemoryError, with the slab closed."""
+def _gpu_number(device: jax.Device | None) -> int | None:
+    """CUDA's number of the GPU that a pool is for, None if it is for the CPU."""
     if not has_cuda():
         return None
     if device is None:
         default = jax.config.jax_default_device
         device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
-    if device.platform not in ("gpu", "cuda"):
-        return None
+    return device.local_hardware_id if device.platform in ("gpu", "cuda") else None
+
+
+def _pin(native: "_cpu.HostPool", n_pages: int, page_bytes: int, gpu: int) -> "_cuda.PinnedPool":
+    """Register the slab with CUDA. Raises HostMemoryError, with the slab closed."""
     from nosa_jax.ffi import _cuda
 
     try:
-        return _cuda.PinnedPool(device.local_hardware_id, *native.handle, native.address, n_pages, page_bytes)
+        return _cuda.PinnedPool(gpu, *native.handle, native.address, n_pages, page_bytes)
     except RuntimeError as error:
         native.close()
         raise HostMemoryError(f"host pool: {error}. Plan fewer or shorter requests, or raise the limit.") from error

@@ -138,7 +138,7 @@ class Engine:
                     run.advance()
                     bar.update(task, completed=run.generated)
         except BaseException:
-            # A step may still be running: with a pool of its own it cannot write to pages given out anew.
+            # A step may still be running; it is waited for, so it cannot write to pages given out anew.
             self._handed_out = True
             self._revoke()
             raise
@@ -202,8 +202,7 @@ class Engine:
         if not self._handed_out:
             return
         if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+            self._pool.renew()
         self._reset()
         self._handed_out = False
 

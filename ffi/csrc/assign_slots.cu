@@ -50,7 +50,7 @@ __device__ void BitonicSort(int64_t* keys, int size) {
   for (int width = 2; width <= size; width *= 2) {
     for (int stride = width / 2; stride > 0; stride /= 2) {
       for (int i = threadIdx.x; i < size / 2; i += kThreads) {
-        const int low = 2 * stride * (i / stride) + i % stride;
+        const int low = 2 * i - (i & (stride - 1));
         const int high = low + stride;
         const bool ascending = (low & width) == 0;
         if ((keys[low] > keys[high]) == ascending) {
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) AssignKernel(const AssignArgs args) 
   int32_t* const slot_block = args.slot_block + h * n_slots;
   int32_t* const last_used = args.last_used + h * n_slots;
   const int32_t step = *args.step;
-  const int32_t fresh_from = args.fresh_from[h / args.sizes.heads];
+  const int32_t fresh_from = args.fresh_from[blockIdx.x / static_cast<uint32_t>(args.sizes.heads)];
   const auto is_block = [&](int32_t id) { return id >= 0 && id < args.sizes.n_blocks; };
 
   for (int i = threadIdx.x; i < args.table_size; i += kThreads) {

@@ -62,6 +62,7 @@ NB_MODULE(_cpu, m) {
   nb::class_<HostPool>(m, "HostPool")
       .def(nb::init<uint64_t, uint64_t, uint64_t>(), nb::call_guard<nb::gil_scoped_release>())
       .def("close", &HostPool::Close, nb::call_guard<nb::gil_scoped_release>())
+      .def("renew", &HostPool::Renew, nb::call_guard<nb::gil_scoped_release>())
       .def("stats", &Stats)
       .def("read_page", &ReadPage)
       .def("write_page", &WritePage)
@@ -70,7 +71,8 @@ NB_MODULE(_cpu, m) {
       .def_prop_ro("handle", [](const HostPool& pool) {
         return nb::make_tuple(pool.handle().slot, pool.handle().generation);
       });
-  m.def("available_bytes", &AvailableBytes);
+  m.def("available_bytes", &AvailableBytes, nb::arg("proc_root") = "/proc",
+        nb::arg("cgroup_root") = "/sys/fs/cgroup");
   m.def("handlers", &Handlers);
   m.def("not_built_handler", [] { return Capsule(kNotBuilt); });
   m.attr("CUDA_STATE") = NOSA_CUDA_STATE;

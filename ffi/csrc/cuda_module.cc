@@ -23,9 +23,9 @@ namespace nb = nanobind;
 namespace nosa {
 namespace {
 
-std::atomic<PoolTable*> table{nullptr};
-std::atomic<uint64_t> devices_in_use{0};
-std::mutex mutex;  // over changes of the table
+std::atomic<FaultTable*> faults{nullptr};
+int32_t last_generation[kMaxPools] = {};  // that a pinned pool had in each place
+std::mutex mutex;                         // over both, on the host
 
 // Makes a device current for a scope.
 class OnDevice {
@@ -63,26 +63,40 @@ std::string LockedMemoryLimit() {
 constexpr size_t kPieceBytes = size_t{8} << 30;
 constexpr size_t kSystemPage = 4096;
 
-// A slab's registration with CUDA. Throws std::runtime_error when it fails; nothing stays registered then.
+void MakeFaultTable() {
+  if (faults.load() != nullptr) return;
+  void* host = nullptr;
+  void* device = nullptr;
+  Require(cudaHostAlloc(&host, sizeof(FaultTable), cudaHostAllocPortable | cudaHostAllocMapped), "fault table");
+  Require(cudaHostGetDevicePointer(&device, host, 0), "fault table");
+  if (device != host) throw std::runtime_error("host pools need unified addressing, which this device lacks");
+  std::memset(host, 0, sizeof(FaultTable));
+  faults.store(static_cast<FaultTable*>(host));
+}
+
+// A slab's registration with CUDA, for one device. Throws std::runtime_error when it fails; nothing stays registered.
 class PinnedPool {
  public:
   PinnedPool(int device, int32_t slot, int32_t generation, uintptr_t address, int64_t n_pages, int64_t page_bytes)
-      : slot_(slot), generation_(generation), device_(device) {
+      : slot_(slot), device_(device) {
     const OnDevice current(device);
     Require(current.status, "CUDA device " + std::to_string(device));
     const std::lock_guard<std::mutex> lock(mutex);
-    MakeTable();
+    MakeFaultTable();
     LoadAssignKernel();
     LoadTransferKernels();
     Register(reinterpret_cast<std::byte*>(address), n_pages, page_bytes);
-    PoolEntry& entry = table.load()->entries[slot];
-    entry = PoolEntry{};
-    entry.base = device_base_;
-    entry.n_pages = n_pages;
-    entry.page_bytes = page_bytes;
-    entry.last_generation = generation;
-    std::atomic_thread_fence(std::memory_order_release);
-    *static_cast<volatile int32_t*>(&entry.generation) = generation;
+    // Its own stream, one that waits for no other: the table can be changed and read while steps run.
+    cudaError_t status = cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking);
+    if (status == cudaSuccess) status = StoreView(slot, {device_base_, n_pages, page_bytes, generation}, stream_);
+    if (status != cudaSuccess) {
+      const std::string reason = TakeError(status);
+      Unregister();
+      throw std::runtime_error("making the pool known to CUDA device " + std::to_string(device) + ": " + reason);
+    }
+    last_generation[slot] = generation;
+    FaultTable::Place& place = faults.load()->places[slot];
+    place.own.state = place.stale.state = FaultRecord::kNone;
   }
 
   ~PinnedPool() { Release(); }
@@ -92,54 +106,51 @@ class PinnedPool {
   // Closes the pool for kernels to come, waits for those that run, and gives the registration back. Errors are
   // ignored: at the end of the process the driver may be gone already, and the registration with it.
   void Release() {
+    const OnDevice current(device_);
     {
-      const std::lock_guard<std::mutex> lock(mutex);
+      const std::lock_guard<std::mutex> lock(mutex_);
       if (releasing_) return;
       releasing_ = true;
-      *static_cast<volatile int32_t*>(&table.load()->entries[slot_].generation) = 0;
+      StoreGeneration(slot_, 0, stream_);
     }
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    // Without the lock: a device may be waiting for a host callback that waits for the interpreter, whose thread may
+    // Without the lock: the device may be waiting for a host callback that waits for the interpreter, whose thread may
     // be asking for this lock.
-    const uint64_t devices = devices_in_use.load() | (uint64_t{1} << device_);
-    for (int device = 0; device < 64; ++device) {
-      if (devices >> device & 1) {
-        const OnDevice current(device);
-        if (current.status == cudaSuccess) cudaDeviceSynchronize();
-      }
-    }
-    const std::lock_guard<std::mutex> lock(mutex);
-    final_ = table.load()->entries[slot_];
+    cudaDeviceSynchronize();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    LoadCounts(slot_, &final_, stream_);
     released_ = true;
     Unregister();
   }
 
-  nb::dict Counts() const {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const PoolEntry& entry = released_ ? final_ : table.load()->entries[slot_];
-    nb::dict counts;
-    const auto read = [](const unsigned long long& value) {
-      return *static_cast<const volatile unsigned long long*>(&value);
-    };
-    counts["pages_read"] = read(entry.pages_read);
-    counts["pages_written"] = read(entry.pages_written);
-    counts["read_calls"] = read(entry.read_calls);
-    counts["write_calls"] = read(entry.write_calls);
+  // From now on kernels know the pool by another generation. What was launched before is let finish under the old
+  // one; nothing that uses the old one is still running on return. Throws std::runtime_error.
+  void Renew(int32_t generation) {
+    const OnDevice current(device_);
+    Require(current.status, "CUDA device " + std::to_string(device_));
+    Require(cudaDeviceSynchronize(), "waiting for steps that use the host pool");
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (releasing_) throw std::runtime_error("the host pool was closed meanwhile");
+      Require(StoreGeneration(slot_, generation, stream_), "giving the host pool a new handle");
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      last_generation[slot_] = generation;
+    }
+    Require(cudaDeviceSynchronize(), "waiting for steps that use the host pool");
+  }
+
+  // Of the steps that are done.
+  DeviceCounts Counts() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (released_) return final_;
+    const OnDevice current(device_);
+    DeviceCounts counts{};
+    Require(LoadCounts(slot_, &counts, stream_), "counters of the host pool");
     return counts;
   }
 
  private:
-  static void MakeTable() {
-    if (table.load() != nullptr) return;
-    void* host = nullptr;
-    void* device = nullptr;
-    Require(cudaHostAlloc(&host, sizeof(PoolTable), cudaHostAllocPortable | cudaHostAllocMapped), "pool table");
-    Require(cudaHostGetDevicePointer(&device, host, 0), "pool table");
-    if (device != host) throw std::runtime_error("host pools need unified addressing, which this device lacks");
-    std::memset(host, 0, sizeof(PoolTable));
-    table.store(static_cast<PoolTable*>(host));
-  }
-
   // In pieces that end where both a pool's page and a system page end.
   void Register(std::byte* base, int64_t n_pages, int64_t page_bytes) {
     const size_t total = static_cast<size_t>(n_pages) * page_bytes;
@@ -165,17 +176,20 @@ class PinnedPool {
 
   void Unregister() {
     for (std::byte* piece : pieces_) cudaHostUnregister(piece);
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
     cudaGetLastError();
     pieces_.clear();
+    stream_ = nullptr;
   }
 
   const int32_t slot_;
-  const int32_t generation_;
   const int device_;
+  mutable std::mutex mutex_;  // over what follows and the device's entry
+  cudaStream_t stream_ = nullptr;
   std::byte* device_base_ = nullptr;
   std::vector<std::byte*> pieces_;
   bool releasing_ = false, released_ = false;
-  PoolEntry final_{};  // what the entry was when the pool was closed
+  DeviceCounts final_{};  // when the pool was closed
 };
 
 template <typename Concerns>
@@ -189,22 +203,37 @@ std::optional<Fault> Take(FaultRecord& record, Concerns concerns) {
   return fault;
 }
 
-// A recorded fault that concerns the pool of this handle, as (the handle it came with was refused, text), or None.
-// It is taken only once. A pool that was not made for a GPU can have one too: its handle was used there all the same.
-nb::object TakeFault(int32_t slot, int32_t generation) {
+// A recorded fault that concerns the pool which had these generations in this place, first to last, as (the handle it
+// came with was refused, text), or None. It is taken only once. A pool that was not made for a GPU can have one too: its
+// handle was used there all the same.
+nb::object TakeFault(int32_t slot, int32_t first, int32_t last) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (table.load() == nullptr) return nb::none();
-  PoolEntry& entry = table.load()->entries[slot];
-  const auto mine = [&](const Fault& fault) { return fault.generation == generation; };
+  if (faults.load() == nullptr) return nb::none();
+  FaultTable::Place& place = faults.load()->places[slot];
+  const auto mine = [&](const Fault& fault) { return fault.generation >= first && fault.generation <= last; };
   // A generation that no pinned pool had belongs to nobody: whoever looks first reports it.
   const auto mine_or_nobodys = [&](const Fault& fault) {
-    return mine(fault) || fault.generation > entry.last_generation;
+    return mine(fault) || fault.generation > last_generation[slot];
   };
-  std::optional<Fault> fault = Take(entry.own, mine);
-  if (!fault) fault = Take(entry.stale, mine_or_nobodys);
-  if (!fault) fault = Take(table.load()->stray, [](const Fault&) { return true; });
+  std::optional<Fault> fault = Take(place.own, mine);
+  if (!fault) fault = Take(place.stale, mine_or_nobodys);
+  if (!fault) fault = Take(faults.load()->stray, [](const Fault&) { return true; });
   if (!fault) return nb::none();
   return nb::make_tuple(fault->kind == FaultKind::kHandle, Describe(*fault));
+}
+
+nb::dict CountsOf(const PinnedPool& pool) {
+  DeviceCounts counts{};
+  {
+    const nb::gil_scoped_release released;
+    counts = pool.Counts();
+  }
+  nb::dict result;
+  result["pages_read"] = counts.pages_read;
+  result["pages_written"] = counts.pages_written;
+  result["read_calls"] = counts.read_calls;
+  result["write_calls"] = counts.write_calls;
+  return result;
 }
 
 // Seconds of each of `repeats` rows of `copies` back to back of `bytes` from pinned host memory to the device: the
@@ -244,7 +273,8 @@ NB_MODULE(_cuda, m) {
   nb::class_<PinnedPool>(m, "PinnedPool")
       .def(nb::init<int, int32_t, int32_t, uintptr_t, int64_t, int64_t>(), nb::call_guard<nb::gil_scoped_release>())
       .def("release", &PinnedPool::Release, nb::call_guard<nb::gil_scoped_release>())
-      .def("counts", &PinnedPool::Counts);
+      .def("renew", &PinnedPool::Renew, nb::call_guard<nb::gil_scoped_release>())
+      .def("counts", &CountsOf);
   m.def("take_fault", &TakeFault);
   m.def("handlers", [] {
     nb::dict handlers;
@@ -259,14 +289,6 @@ NB_MODULE(_cuda, m) {
 
 }  // namespace
 
-PoolTable* Table() { return table.load(std::memory_order_acquire); }
-
-void NoteDeviceInUse() {
-  int device = 0;
-  if (cudaGetDevice(&device) == cudaSuccess && device < 64) {
-    const uint64_t bit = uint64_t{1} << device;
-    if (!(devices_in_use.load(std::memory_order_relaxed) & bit)) devices_in_use.fetch_or(bit);
-  }
-}
+FaultTable* Faults() { return faults.load(std::memory_order_acquire); }
 
 }  // namespace nosa

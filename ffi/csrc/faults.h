@@ -29,7 +29,7 @@ inline std::string Describe(const Fault& fault) {
   switch (fault.kind) {
     case FaultKind::kHandle:
       return name + "handle (" + text(fault.slot) + ", " + text(fault.generation) +
-             ") names no open host pool: it is closed, or was not made for this device";
+             ") names no open host pool: it is closed or renewed, or was not made for this device";
     case FaultKind::kPageSize:
       return name + "a slot of the cache has " + text(fault.value) + " bytes, a page of the host pool " +
              text(fault.limit);

@@ -68,11 +68,31 @@ void Registry::Remove(Handle handle) {
   if (entry.generation != std::numeric_limits<int32_t>::max()) free_.push_back(handle.slot);
 }
 
-std::shared_ptr<Pages> Registry::Find(Handle handle) const {
+PagesInUse Registry::Use(Handle handle) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (handle.slot < 0 || handle.slot >= static_cast<int32_t>(entries_.size())) return nullptr;
+  if (handle.slot < 0 || handle.slot >= static_cast<int32_t>(entries_.size())) return {};
   const Entry& entry = entries_[handle.slot];
-  return entry.generation == handle.generation ? entry.pages : nullptr;
+  if (entry.generation != handle.generation || entry.pages == nullptr) return {};
+  // Taken before another thread can change the generation: who renews a handle then waits for this hold.
+  return {entry.pages, std::shared_lock<std::shared_mutex>(entry.pages->in_use)};
+}
+
+Handle Registry::Renew(Handle handle) {
+  std::shared_ptr<Pages> pages;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Entry& entry = entries_[handle.slot];
+    if (entry.generation != handle.generation || entry.pages == nullptr) {
+      throw PoolClosedError("host pool " + Text(handle) + " is closed");
+    }
+    if (entry.generation == std::numeric_limits<int32_t>::max()) {
+      throw std::runtime_error("host pool " + Text(handle) + " has no further handle; close it and make another");
+    }
+    handle.generation = ++entry.generation;
+    pages = entry.pages;
+  }
+  const std::unique_lock<std::shared_mutex> idle(pages->in_use);
+  return handle;
 }
 
 HostPool::HostPool(uint64_t n_pages, uint64_t page_bytes, uint64_t available_bytes)
@@ -86,12 +106,25 @@ HostPool::~HostPool() { Close(); }
 
 void HostPool::Close() {
   std::shared_ptr<Pages> last;
+  Handle handle{};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     last = std::move(pages_);
     pages_ = nullptr;
+    handle = handle_;
   }
-  if (last != nullptr) Registry::Get().Remove(handle_);
+  if (last != nullptr) Registry::Get().Remove(handle);
+}
+
+Handle HostPool::handle() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return handle_;
+}
+
+void HostPool::Renew() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (pages_ == nullptr) throw PoolClosedError("host pool " + Text(handle_) + " is closed");
+  handle_ = Registry::Get().Renew(handle_);
 }
 
 bool HostPool::closed() const {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -30,8 +31,15 @@ struct Pages {
   const uint64_t n_pages;
   const uint64_t page_bytes;
   const Mapping memory;
+  mutable std::shared_mutex in_use;  // held, shared, by every handler that touches the pages
   // Shared, so that statistics stay readable after the slab is gone.
   const std::shared_ptr<PoolCounters> counters = std::make_shared<PoolCounters>();
+};
+
+// A handler's hold on the pages it found; no pages if its handle names no open pool.
+struct PagesInUse {
+  std::shared_ptr<Pages> pages;
+  std::shared_lock<std::shared_mutex> lock;
 };
 
 class PoolClosedError : public std::runtime_error {
@@ -47,8 +55,10 @@ class Registry {
   // Throws std::runtime_error when kMaxPools pools are open.
   Handle Add(std::shared_ptr<Pages> pages);
   void Remove(Handle handle);
-  // Null when the handle names no open pool.
-  std::shared_ptr<Pages> Find(Handle handle) const;
+  PagesInUse Use(Handle handle) const;
+  // The pool's next handle; the old one is refused from now on, and no handler that found the pages by it is still
+  // running on return. Throws PoolClosedError.
+  Handle Renew(Handle handle);
 
  private:
   struct Entry {
@@ -71,7 +81,9 @@ class HostPool {
 
   void Close();
   bool closed() const;
-  Handle handle() const { return handle_; }
+  Handle handle() const;
+  // Makes every handle given out so far invalid; the pages keep their contents. Throws PoolClosedError.
+  void Renew();
   const PoolCounters& counters() const { return *counters_; }
 
   // Copies one page out or in. Throws PoolClosedError, std::out_of_range.

@@ -6,11 +6,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <optional>
-#include <sstream>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -24,35 +23,51 @@ constexpr size_t kMaxTouchThreads = 16;
 
 size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
-std::optional<uint64_t> ReadNumber(const std::string& path) {
-  std::ifstream file(path);
-  uint64_t value = 0;
-  if (file >> value) return value;  // "max" is no number: no limit
-  return std::nullopt;
+// All of a file, whatever size the system reports for it; empty if it cannot be read.
+std::string ReadFile(const std::string& path) {
+  std::string text;
+  std::FILE* const file = std::fopen(path.c_str(), "r");
+  if (file == nullptr) return text;
+  char piece[4096];
+  for (size_t n = 0; (n = std::fread(piece, 1, sizeof(piece), file)) > 0;) text.append(piece, n);
+  std::fclose(file);
+  return text;
 }
+
+// The decimal number that the text begins with, after blanks; none if there is another character in it ("max").
+std::optional<uint64_t> ParseNumber(const char* text) {
+  while (*text == ' ' || *text == '\t') ++text;
+  if (*text < '0' || *text > '9') return std::nullopt;
+  char* end = nullptr;
+  errno = 0;
+  const uint64_t value = std::strtoull(text, &end, 10);
+  if (errno != 0 || (*end != '\0' && *end != ' ' && *end != '\t' && *end != '\n')) return std::nullopt;
+  return value;
+}
+
+std::optional<uint64_t> ReadNumber(const std::string& path) { return ParseNumber(ReadFile(path).c_str()); }
 
 // The number after `key` in a file of "key value" lines.
 std::optional<uint64_t> ReadField(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  std::string line;
-  while (std::getline(file, line)) {
-    std::istringstream words(line);
-    std::string word;
-    uint64_t value = 0;
-    if (words >> word >> value && word == key) return value;
+  const std::string text = "\n" + ReadFile(path);
+  size_t at = 0;
+  while ((at = text.find("\n" + key, at)) != std::string::npos) {
+    at += key.size() + 1;
+    if (text[at] == ' ' || text[at] == '\t') return ParseNumber(text.c_str() + at);
   }
   return std::nullopt;
 }
 
-// Room under the limits of one control group and of all its parents.
+// Room under the limits of one control group and of all its parents. A limit of 0 is none: this process could not run.
 uint64_t GroupRoom(const std::string& root, std::string group, const char* limit, const char* usage,
                    const char* reclaimable) {
   uint64_t room = std::numeric_limits<uint64_t>::max();
+  if (group.find("/..") != std::string::npos) group.clear();  // outside of what this process can see
   while (true) {
     const std::string folder = root + group + "/";
     const auto max = ReadNumber(folder + limit);
     const auto used = ReadNumber(folder + usage);
-    if (max && used) {
+    if (max && *max > 0 && used) {
       const uint64_t cache = ReadField(folder + "memory.stat", reclaimable).value_or(0);
       const uint64_t held = *used > cache ? *used - cache : 0;
       room = std::min(room, *max > held ? *max - held : 0);
@@ -62,21 +77,23 @@ uint64_t GroupRoom(const std::string& root, std::string group, const char* limit
   }
 }
 
-uint64_t ControlGroupRoom() {
+uint64_t ControlGroupRoom(const std::string& list, const std::string& root) {
   uint64_t room = std::numeric_limits<uint64_t>::max();
-  std::ifstream file("/proc/self/cgroup");
-  std::string line;
-  while (std::getline(file, line)) {  // "hierarchy:controllers:/path"
+  const std::string text = ReadFile(list);
+  for (size_t start = 0; start < text.size();) {  // lines of "hierarchy:controllers:/path"
+    const size_t end = std::min(text.find('\n', start), text.size());
+    const std::string line = text.substr(start, end - start);
+    start = end + 1;
     const size_t first = line.find(':');
-    const size_t second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
+    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos || second + 1 >= line.size() || line[second + 1] != '/') continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const std::string group = line.substr(second + 1);
     if (controllers.empty()) {
-      room = std::min(room, GroupRoom("/sys/fs/cgroup", group, "memory.max", "memory.current", "inactive_file"));
+      room = std::min(room, GroupRoom(root, group, "memory.max", "memory.current", "inactive_file"));
     } else if (("," + controllers + ",").find(",memory,") != std::string::npos) {
-      room = std::min(room, GroupRoom("/sys/fs/cgroup/memory", group, "memory.limit_in_bytes",
-                                      "memory.usage_in_bytes", "total_inactive_file"));
+      room = std::min(room, GroupRoom(root + "/memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                      "total_inactive_file"));
     }
   }
   return room;
@@ -88,10 +105,10 @@ void Touch(std::byte* begin, std::byte* end, size_t stride) {
 
 }  // namespace
 
-uint64_t AvailableBytes() {
-  const auto kilobytes = ReadField("/proc/meminfo", "MemAvailable:");
+uint64_t AvailableBytes(const std::string& proc_root, const std::string& cgroup_root) {
+  const auto kilobytes = ReadField(proc_root + "/meminfo", "MemAvailable:");
   const uint64_t machine = kilobytes ? *kilobytes * 1024 : std::numeric_limits<uint64_t>::max();
-  return std::min(machine, ControlGroupRoom());
+  return std::min(machine, ControlGroupRoom(proc_root + "/self/cgroup", cgroup_root));
 }
 
 std::string FormatBytes(uint64_t bytes) {

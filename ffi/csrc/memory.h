@@ -16,7 +16,8 @@ class HostMemoryError : public std::runtime_error {
 
 // Bytes that can still be taken without swapping: the least of the kernel's MemAvailable and the room under the
 // memory limit of every control group above this process (v1 and v2). Page cache that can be dropped counts as room.
-uint64_t AvailableBytes();
+// Both roots are where the system has these files; a test may have its own.
+uint64_t AvailableBytes(const std::string& proc_root, const std::string& cgroup_root);
 
 // "12.3 GiB (13207024435 bytes)"
 std::string FormatBytes(uint64_t bytes);

@@ -58,7 +58,8 @@ ffi::Error Transfer(Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 bloc
     return error;
   }
   const Handle key{handle.typed_data()[0], handle.typed_data()[1]};
-  const auto pages = Registry::Get().Find(key);
+  const PagesInUse in_use = Registry::Get().Use(key);
+  const auto& pages = in_use.pages;
   if (pages == nullptr) {
     const Fault fault{FaultKind::kHandle, writes, key.slot, key.generation, 0, 0, 0, 0, 0, 0};
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, Describe(fault));

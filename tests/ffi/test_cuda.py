@@ -177,6 +177,40 @@ def test_o4_a_small_locked_memory_limit_is_named_or_does_not_apply():
     assert "pinned" in run.stdout or ("268435456 bytes" in run.stdout and "65536 bytes" in run.stdout)
 
 
+def test_counters_start_at_zero_where_a_place_is_used_again():
+    table, options = SHAPE.page_table(), {"layer": 0, "n_layers": SHAPE.layers}
+    with ffi.HostPool(SHAPE.n_pages, SHAPE.page_bytes) as pool:
+        jax.block_until_ready(
+            ffi.write_pages(pool.handle, SHAPE.random_cache(0), all_blocks(SHAPE, [2]), table, **options)
+        )
+        assert (pool.stats().write_calls, pool.stats().pages_written) == (1, 4)
+    assert (pool.stats().write_calls, pool.stats().pages_written) == (1, 4), "readable after close"
+    with ffi.HostPool(SHAPE.n_pages, SHAPE.page_bytes) as later:
+        assert later.handle[0] == pool.handle[0]
+        assert (later.stats().write_calls, later.stats().pages_written) == (0, 0)
+
+
+def test_a_pool_of_another_gpu_is_refused():
+    """Its handle is known on its own device alone."""
+    if len(jax.devices("cuda")) < 2:
+        pytest.skip("needs two GPUs")
+    first, second = jax.devices("cuda")[:2]
+    options = {"layer": 0, "n_layers": SHAPE.layers}
+    with ffi.HostPool(SHAPE.n_pages, SHAPE.page_bytes, device=second) as pool:
+        for device, refused in ((first, True), (second, False)):
+            with jax.default_device(device):
+                cache = SHAPE.random_cache(0)
+                jax.block_until_ready(
+                    ffi.write_pages(pool.handle, cache, all_blocks(SHAPE, [2]), SHAPE.page_table(), **options)
+                )
+            if refused:
+                with pytest.raises(ffi.PoolClosedError, match="was not made for this device"):
+                    pool.check()
+            else:
+                pool.check()
+        assert pool.stats().write_calls == 1
+
+
 def test_o5_the_interpreter_exits_cleanly_with_a_pool_in_use():
     script = (
         "import jax, jax.numpy as jnp, numpy as np\n"

@@ -70,6 +70,30 @@ def test_handles_are_never_reused(make_pool):
     assert len({slot for slot, _ in seen}) < 50, "places in the registry are"
 
 
+def test_renewed_handles_are_new_and_the_pages_stay(make_pool):
+    pool, other = make_pool(3, 16), make_pool(3, 16)
+    pool.write_page(2, bytes(range(16)))
+    seen = {tuple(other.handle.tolist())}
+    for _ in range(5):
+        seen.add(tuple(pool.handle.tolist()))
+        pool.renew()
+        assert tuple(pool.handle.tolist()) not in seen
+        assert pool.read_page(2).tolist() == list(range(16))
+    pool.close()
+    with pytest.raises(ffi.PoolClosedError, match="closed"):
+        pool.renew()
+    seen.add(tuple(pool.handle.tolist()))
+    assert tuple(make_pool(3, 16).handle.tolist()) not in seen, "the place is used again, with a later generation"
+
+
+def test_the_set_up_is_timed_by_its_parts(make_pool):
+    pool = make_pool(64, 2**20)
+    assert pool.touch_seconds > 0
+    assert pool.pin_seconds >= 0
+    assert pool.setup_seconds == pool.touch_seconds + pool.pin_seconds
+    assert f"{pool.touch_seconds:.3f} s to touch, {pool.pin_seconds:.3f} s to pin" in repr(pool)
+
+
 def test_the_registry_says_when_it_is_full_and_recovers():
     pools = []
     try:

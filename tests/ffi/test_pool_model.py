@@ -81,6 +81,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.open.remove(model)
         return model
 
+    @rule(model=pools)
+    def renew(self, model: Model) -> None:
+        old = model.pool.handle
+        model.pool.renew()
+        with pytest.raises(RuntimeError, match="renewed"):
+            self._run("swap_in", model, 0, {(0, 0): [(0, 0)]}, old)
+
     @rule(layer=layers, seed=st.integers(0, 2**16))
     def compute(self, layer: int, seed: int) -> None:
         self.caches[layer] = self.random_cache(seed)
@@ -125,10 +132,11 @@ class PoolMachine(RuleBasedStateMachine):
     def random_cache(self, seed: int) -> jax.Array:
         return jax.device_put(SHAPE.random_cache(seed), self.device)
 
-    def _run(self, name: str, model: Model, layer: int, moves: dict) -> None:
+    def _run(self, name: str, model: Model, layer: int, moves: dict, handle: np.ndarray | None = None) -> None:
         with jax.default_device(self.device):
             entries = transfer(moves, SHAPE, LIST)
-            out = steps[name](model.pool.handle, self.caches[layer], entries, model.table, jnp.int32(layer))
+            handle = model.pool.handle if handle is None else handle
+            out = steps[name](handle, self.caches[layer], entries, model.table, jnp.int32(layer))
         self.caches[layer] = jax.block_until_ready(out)
         model.pool.check()
         model.moved[name] += sum(len(entries) for entries in moves.values())

@@ -279,6 +279,50 @@ def test_use_after_close_and_wrong_handles_are_errors(device, make_pool):
     later.check()
 
 
+def test_a_renewed_pool_refuses_its_earlier_handles_and_keeps_pages_and_counts(device, make_pool):
+    pool, table = make_pool(SHAPE.n_pages, SHAPE.page_bytes), SHAPE.page_table()
+    cache = SHAPE.random_cache(3)
+    bits = as_bytes(cache).copy()
+    handles = [pool.handle]
+    jax.block_until_ready(write_pages(handles[0], cache, all_blocks(SHAPE, [1]), table))
+    for _ in range(2):
+        pool.renew()
+        for old in handles:
+            raises_in_handler(
+                pool, rf"handle \({old[0]}, {old[1]}\) names no open host pool: it is closed or renewed",
+                lambda old=old: swap_in(old, SHAPE.random_cache(0), all_blocks(SHAPE, [1]), table),
+            )  # fmt: skip
+        got = swap_in(pool.handle, jnp.zeros(SHAPE.cache), all_blocks(SHAPE, [1]), table)
+        assert as_bytes(got)[:, :, 0].tobytes() == bits[:, :, 0].tobytes()
+        pool.check()
+        handles.append(pool.handle)
+    assert (pool.stats().write_calls, pool.stats().read_calls, pool.stats().pages_read) == (1, 2, 8)
+
+
+def test_renewing_waits_for_what_was_started_with_the_old_handle(device, make_pool):
+    """Steps that are still queued finish under the old handle, before `renew` returns: nothing changes afterwards."""
+    pool, table = make_pool(SHAPE.n_pages, SHAPE.page_bytes), SHAPE.page_table()
+
+    @jax.jit
+    def many(handle, cache):
+        def write(_, cache):
+            return ffi.write_pages(handle, cache + 1, all_blocks(SHAPE, [0]), table, layer=0, n_layers=SHAPE.layers)
+
+        return jax.lax.fori_loop(0, 2000, write, cache)
+
+    page = int(table[0, 0]) * SHAPE.layers * SHAPE.heads
+    jax.block_until_ready(many(pool.handle, jnp.zeros(SHAPE.cache)))
+    out = many(pool.handle, jnp.zeros(SHAPE.cache))
+    pool.renew()
+    first = pool.read_page(page).copy()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # on the CPU the rest of the loop may be refused
+        jax.block_until_ready(out)
+    if pool.pinned:
+        pool.check()
+        assert (first.view(np.float32) == 2000).all()
+    assert pool.read_page(page).tobytes() == first.tobytes()
+
+
 def test_a_page_of_another_size_is_an_error(device, make_pool):
     pool = make_pool(SHAPE.n_pages, SHAPE.page_bytes // 2)
     raises_in_handler(
