@@ -65,7 +65,7 @@ __device__ void BitonicSort(int64_t* keys, int size) {
 }
 
 __global__ void __launch_bounds__(kThreads) AssignKernel(const AssignArgs args) {
-  using Scan = cub::BlockScan<uint32_t, kThreads>;
+  using Scan = cub::BlockScan<uint32_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;  // the least latency
   __shared__ typename Scan::TempStorage scan_storage;
   extern __shared__ int64_t shared[];
   int64_t* const order = shared;

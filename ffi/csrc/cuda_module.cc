@@ -169,8 +169,8 @@ class PinnedPool {
       const std::string reason = status == cudaSuccess ? "its pieces lie apart on the device" : TakeError(status);
       Unregister();
       throw std::runtime_error("pinning " + std::to_string(total) + " bytes of host memory failed after " +
-                               std::to_string(offset) + " (" + reason + "); the limit on locked memory (ulimit -l) is " +
-                               LockedMemoryLimit());
+                               std::to_string(offset) + " (" + reason +
+                               "); the limit on locked memory (ulimit -l) is " + LockedMemoryLimit());
     }
   }
 
@@ -204,8 +204,8 @@ std::optional<Fault> Take(FaultRecord& record, Concerns concerns) {
 }
 
 // A recorded fault that concerns the pool which had these generations in this place, first to last, as (the handle it
-// came with was refused, text), or None. It is taken only once. A pool that was not made for a GPU can have one too: its
-// handle was used there all the same.
+// came with was refused, text), or None. It is taken only once. A pool that was not made for a GPU can have one too:
+// its handle was used there all the same.
 nb::object TakeFault(int32_t slot, int32_t first, int32_t last) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (faults.load() == nullptr) return nb::none();

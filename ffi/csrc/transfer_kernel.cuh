@@ -127,7 +127,7 @@ template <bool writes, typename Unit>
 __global__ void __launch_bounds__(kTransferThreads) TransferKernel(const TransferArgs args) {
   constexpr int kTileHeads = kTransferThreads * kHeadsPerThread;  // lists whose offsets are in shared memory at a time
   constexpr int kWarps = kTransferThreads / kLanes;
-  using Scan = cub::BlockScan<int32_t, kTransferThreads>;
+  using Scan = cub::BlockScan<int32_t, kTransferThreads, cub::BLOCK_SCAN_WARP_SCANS>;  // the least latency
   __shared__ typename Scan::TempStorage scan_storage;
   __shared__ int32_t first_entry[kTileHeads + 1];  // of each list of the tile, in the tile's numbering of entries
   __shared__ Addresses addresses[kTransferThreads];
