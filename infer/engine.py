@@ -184,6 +184,19 @@ class Engine:
             state, _ = self._admit(state, row, request, chunk=chunk)
         return state
 
+    def check(self) -> None:
+        """Raise what the steps read so far have recorded.
+
+        A step on a GPU cannot raise by itself: call this after reading the result of steps driven by hand. `generate`
+        calls it for every token. On the CPU steps raise, and this finds nothing.
+
+        Raises:
+          PoolClosedError: a revoked state was stepped.
+          RuntimeError: a page, block or slot number out of range; the message holds the numbers.
+        """
+        if self._pool is not None:
+            self._pool.check()
+
     # Rows and pages.
 
     def _check_open(self) -> None:
@@ -310,6 +323,7 @@ class _Run:
 
     def _collect(self, rows: list[int], *, stepped: bool, done: jax.Array) -> None:
         tokens, ended = np.asarray(self.next_tokens), np.asarray(done)
+        self.engine.check()
         last = jax.tree.map(np.asarray, self.state.last) if self.record_steps and stepped else None
         for row in rows:
             request, token = self.rows[row], int(tokens[row])

@@ -49,7 +49,15 @@ def bring_in(
         lengths // layout.config.block_size,
         n_blocks=layout.n_blocks,
     )
-    slots = swap_in(handle, cache.slots, assignment.load, page_table, layer=layer, n_layers=layout.config.num_layers)
+    slots = swap_in(
+        handle,
+        cache.slots,
+        assignment.load,
+        page_table,
+        layer=layer,
+        n_layers=layout.config.num_layers,
+        keep_if_unused=False,
+    )
     cache = dataclasses.replace(cache, slots=slots, slot_block=assignment.slot_block, last_used=assignment.last_used)
     return cache, Residency(assignment.slot_ids, assignment.hits, assignment.misses)
 
@@ -76,5 +84,7 @@ def write_full_blocks(
         slot=tail_slot[..., None],
         count=jnp.broadcast_to(full[:, None], shape).astype(jnp.int32),
     )
-    slots = write_pages(handle, cache.slots, store, page_table, layer=layer, n_layers=layout.config.num_layers)
+    slots = write_pages(
+        handle, cache.slots, store, page_table, layer=layer, n_layers=layout.config.num_layers, keep_if_unused=False
+    )
     return dataclasses.replace(cache, slots=slots)

@@ -69,6 +69,7 @@ def extend_row(
             pages.table,
             layer=0,
             n_layers=1,
+            keep_if_unused=False,
         )
         slot_block = lax.dynamic_slice_in_dim(cache.slot_block, row, 1)
         holds_tail = (slot_block == tail) & (start % block_size > 0)
@@ -124,7 +125,7 @@ def store_row(
         blocks = first + jnp.arange(n_blocks + 1, dtype=jnp.int32)
         blocks = jnp.broadcast_to(blocks, (1, heads, n_blocks + 1))
         store = TransferList(blocks, blocks, jnp.broadcast_to(end - first, (1, heads)).astype(jnp.int32))
-        paged = write_pages(pages.handle, paged, store, pages.table, layer=0, n_layers=1)
+        paged = write_pages(pages.handle, paged, store, pages.table, layer=0, n_layers=1, keep_if_unused=False)
         slots, slot_block, last_used = _choose_slots(paged, selected[None], length, step, layout)
     else:
         slots = paged[:, :, : layout.n_blocks]

@@ -66,12 +66,12 @@ class Continuation:
 
 
 def held_out_file(config: TrainConfig) -> Document:
-    """The held-out source file whose length is closest to what the demo reads."""
+    """The held-out source file whose length is closest to twice what the demo reads: a middle, and not an end."""
     documents = read_documents(config.data)
     _, held_out = split_documents(documents, config.validation)
     needed = PROMPT_TOKENS + SCORED_TOKENS
     long_enough = [d for d in held_out if len(d.data) >= needed]
-    return min(long_enough, key=lambda d: (len(d.data), d.name))
+    return min(long_enough, key=lambda d: (abs(len(d.data) - 2 * needed), d.name))
 
 
 def continue_file(
