@@ -7,7 +7,6 @@ Beside each figure stands what attention scores of every query against every key
 
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from environment import environment
 from flax import nnx
 
 from nosa_jax import NosaConfig, NosaLM
@@ -105,18 +105,12 @@ def main() -> int:
     if options.part == "prefill":
         print(json.dumps(measure_prefill(options.prefill_tokens)))
         return 0
-    figures: dict[str, Any] = {
-        "device": f"CPU, {os.cpu_count()} cores, {platform.machine()}",
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
-    }
+    figures: dict[str, Any] = {"environment": environment() | {"cores": os.cpu_count()}}
     for part in ("train", "prefill"):
         command = [sys.executable, __file__, "--part", part]
         command += ["--train-tokens", str(options.train_tokens), "--prefill-tokens", str(options.prefill_tokens)]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        variables = os.environ | {"JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=variables)
         figures[part] = json.loads(done.stdout.splitlines()[-1])
         print(part, figures[part])
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,6 @@ import argparse
 import functools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+from environment import environment
 
 from nosa_jax import ffi
 from nosa_jax.ffi import _cuda
@@ -114,12 +113,14 @@ def naive_seconds(case: Case) -> float:
 def measure(case: Case, pool: ffi.HostPool, naive: bool) -> dict[str, float]:
     """All figures of one case: bytes, seconds a call, and rates in GB/s."""
     cache, load, table = case.arguments(pool)
-    few, many = (20, 120) if case.call_bytes <= 2**24 else (2, 12)
+    # Enough calls that a slope's noise, some 0.1 ms of dispatch, is small beside what they take.
+    many = min(400, max(12, 2**29 // case.call_bytes))
+    few = many // 10
     arguments = (jnp.asarray(pool.handle), cache, load, table)
     empty = (arguments[0], cache, load._replace(count=jnp.zeros_like(load.count)), table)
     seconds = {
         "loop": per_call(lambda n, *a: in_loop(n, *a, n_ctas=case.n_ctas), few, many, *arguments),
-        "graph": per_call(lambda n, *a: in_graph(n, *a, n_ctas=case.n_ctas), few // 2, many // 2, *arguments),
+        "graph": per_call(lambda n, *a: in_graph(n, *a, n_ctas=case.n_ctas), few, many, *arguments),
         "loop_empty": per_call(lambda n, *a: in_loop(n, *a, n_ctas=case.n_ctas), 100, 1100, *empty),
         "memcpy": statistics.median(
             _cuda.time_memcpy(
@@ -175,19 +176,6 @@ def measure_nothing_moved(pool: ffi.HostPool) -> dict[str, float]:
             ("empty_swap", False, True),
             ("assign_slots_and_empty_swap", True, True),
         )
-    }
-
-
-def environment() -> dict[str, str]:
-    """Where the figures come from."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    device = jax.devices("cuda")[0]
-    return {
-        "device": device.device_kind,
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "extension": ffi.status(),
-        "commit": commit or "unknown",
     }
 
 
@@ -267,7 +255,7 @@ def main() -> None:
         if limits:
             reached[str(result["call_bytes"])] = {"share": result["share"], "target": limits[-1]}
     report = {
-        "environment": environment(),
+        "environment": environment() | {"extension": ffi.status()},
         "pool_setup": setup,
         "by_size": by_size,
         "by_thread_blocks": by_ctas,

@@ -1,9 +1,10 @@
 // The kernel of swap_in and write_pages: gathers or scatters pinned host pages through unified addressing.
 //
 // The bytes to move are cut into runs, the kInFlight loads of every lane of a warp, which lie side by side in a page:
-// 4 KiB with 16-byte loads. The runs are shared evenly among the CTAs. A CTA resolves its next entries (list -> page
-// table -> addresses) one per thread; its warps then stream their runs, each at its own pace. 16 CTAs of 256 threads
-// keep 512 KiB in flight, several times what the link needs, and leave the rest of the GPU to other kernels.
+// 4 KiB with 16-byte loads. The warps of all CTAs take the runs in turn. Every warp finds its own runs (counts -> entry
+// of a list -> page table -> addresses) and waits for no other: what passes before the first byte is asked of the link
+// is the largest part of a small call. 16 CTAs of 256 threads keep 512 KiB in flight, several times what the link
+// needs, and leave the rest of the GPU to other kernels.
 //
 // Included by one translation unit only: the tables of pools below are its own.
 #pragma once
@@ -11,7 +12,6 @@
 #include <cuda_runtime.h>
 
 #include <cstring>
-#include <cub/block/block_scan.cuh>
 
 #include "cuda_pool.h"
 #include "handlers.h"
@@ -20,8 +20,10 @@ namespace nosa {
 
 constexpr int kTransferThreads = 256;
 constexpr int kInFlight = 8;
-constexpr int kHeadsPerThread = 4;
 constexpr int kLanes = 32;
+constexpr int kListsPerLane = 4;
+constexpr int kTileLists = kLanes * kListsPerLane;  // lists whose counts a warp holds at a time
+constexpr uint32_t kWholeWarp = 0xffffffff;
 
 static __device__ PoolView pool_views[kMaxPools];
 static __device__ DeviceCounts pool_counts[kMaxPools];  // apart: their traffic must not slow the reading of the views
@@ -76,28 +78,41 @@ inline __device__ bool CheckPool(const TransferArgs& args, const PoolView& view,
     fault.limit = view.page_bytes;
     record = &args.faults->places[slot].own;
   }
-  if (record != nullptr && blockIdx.x == 0) Report(record, fault);
+  if (record != nullptr && threadIdx.x % kLanes == 0) Report(record, fault);
   return record == nullptr;
 }
 
-// Where entry j of list h (row * K + head) lies on both sides, or null addresses after the fault was recorded.
-inline __device__ Addresses Resolve(const TransferArgs& args, const PoolView& pool, int64_t h, int64_t j,
+// An entry of a list, and what the page table has for its block.
+struct Listed {
+  int32_t block, slot, place;
+};
+
+inline __device__ Listed Fetch(const TransferArgs& args, int64_t h, int64_t j) {
+  const TransferSizes& sizes = args.sizes;
+  const int64_t row = static_cast<uint32_t>(h) / static_cast<uint32_t>(sizes.heads);
+  Listed listed{args.block[h * sizes.entries + j], args.slot[h * sizes.entries + j], -1};
+  if (listed.block >= 0 && listed.block < sizes.blocks) {
+    listed.place = args.page_table[row * sizes.blocks + listed.block];
+  }
+  return listed;
+}
+
+// Where an entry of list h (row * K + head) lies on both sides, or null addresses after the fault was recorded.
+inline __device__ Addresses Resolve(const TransferArgs& args, const PoolView& pool, int64_t h, const Listed& listed,
                                     bool writes) {
   const TransferSizes& sizes = args.sizes;
   const auto n_heads = static_cast<uint32_t>(sizes.heads);
   const int64_t row = static_cast<uint32_t>(h) / n_heads, head = static_cast<uint32_t>(h) % n_heads;
-  const int32_t block = args.block[h * sizes.entries + j], slot = args.slot[h * sizes.entries + j];
   const auto fail = [&](FaultKind kind, int64_t value, int64_t limit, int64_t page) {
     Report(&args.faults->places[args.handle[0]].own,
-           Fault{kind, writes, args.handle[0], args.handle[1], row, head, value, limit, block, page});
+           Fault{kind, writes, args.handle[0], args.handle[1], row, head, value, limit, listed.block, page});
     return Addresses{nullptr, nullptr};
   };
-  if (block < 0 || block >= sizes.blocks) return fail(FaultKind::kBlock, block, sizes.blocks, 0);
-  if (slot < 0 || slot >= sizes.slots) return fail(FaultKind::kSlot, slot, sizes.slots, 0);
-  const int32_t place = args.page_table[row * sizes.blocks + block];
-  const int64_t page = (place * sizes.n_layers + sizes.layer) * sizes.heads + head;
-  if (place < 0 || page >= pool.n_pages) return fail(FaultKind::kPage, place, pool.n_pages, page);
-  return {pool.base + page * sizes.page_bytes, args.cache + (h * sizes.slots + slot) * sizes.page_bytes};
+  if (listed.block < 0 || listed.block >= sizes.blocks) return fail(FaultKind::kBlock, listed.block, sizes.blocks, 0);
+  if (listed.slot < 0 || listed.slot >= sizes.slots) return fail(FaultKind::kSlot, listed.slot, sizes.slots, 0);
+  const int64_t page = (listed.place * sizes.n_layers + sizes.layer) * sizes.heads + head;
+  if (listed.place < 0 || page >= pool.n_pages) return fail(FaultKind::kPage, listed.place, pool.n_pages, page);
+  return {pool.base + page * sizes.page_bytes, args.cache + (h * sizes.slots + listed.slot) * sizes.page_bytes};
 }
 
 // One run, by one warp: units [first, first + kInFlight * kLanes) of a page, as far as it has them.
@@ -122,96 +137,108 @@ __device__ void CopyRun(const Unit* from, Unit* to, uint32_t first, uint32_t pag
   }
 }
 
+// The transfer lists of a tile as one row of entries, shared out over the lanes of a warp: lane l holds the
+// kListsPerLane lists from l * kListsPerLane on.
+struct Tile {
+  uint32_t ends[kListsPerLane];  // of this lane's lists, in that numbering
+  uint32_t n_entries;
+
+  struct Entry {
+    uint32_t list, position;
+  };
+
+  __device__ Tile(const int32_t (&counts)[kListsPerLane]) {
+    uint32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kListsPerLane; ++i) ends[i] = sum += static_cast<uint32_t>(counts[i]);
+    uint32_t inclusive = sum;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      const uint32_t before = __shfl_up_sync(kWholeWarp, inclusive, distance);
+      if (threadIdx.x % kLanes >= distance) inclusive += before;
+    }
+#pragma unroll
+    for (int i = 0; i < kListsPerLane; ++i) ends[i] += inclusive - sum;
+    n_entries = __shfl_sync(kWholeWarp, inclusive, kLanes - 1);
+  }
+
+  // The list and the position in it of entry number `entry` < n_entries, the same for the whole warp.
+  __device__ Entry Find(uint32_t entry) const {
+    uint32_t n_before = 0, start = 0;  // lists that end before the entry, and where the last of them ends
+#pragma unroll
+    for (int i = 0; i < kListsPerLane; ++i) {
+      if (ends[i] <= entry) {
+        ++n_before;
+        start = ends[i];
+      }
+    }
+    n_before = __reduce_add_sync(kWholeWarp, n_before);
+    start = __reduce_max_sync(kWholeWarp, start);
+    return {n_before, entry - start};
+  }
+};
+
 // `Unit` is the widest type that divides a page.
 template <bool writes, typename Unit>
-__global__ void __launch_bounds__(kTransferThreads) TransferKernel(const TransferArgs args) {
-  constexpr int kTileHeads = kTransferThreads * kHeadsPerThread;  // lists whose offsets are in shared memory at a time
-  constexpr int kWarps = kTransferThreads / kLanes;
-  using Scan = cub::BlockScan<int32_t, kTransferThreads, cub::BLOCK_SCAN_WARP_SCANS>;  // the least latency
-  __shared__ typename Scan::TempStorage scan_storage;
-  __shared__ int32_t first_entry[kTileHeads + 1];  // of each list of the tile, in the tile's numbering of entries
-  __shared__ Addresses addresses[kTransferThreads];
-  __shared__ PoolView pool;
-  __shared__ bool usable;
-
+__global__ void __launch_bounds__(kTransferThreads) TransferKernel(const __grid_constant__ TransferArgs args) {
+  constexpr uint32_t kWarps = kTransferThreads / kLanes;
   const TransferSizes& sizes = args.sizes;
-  // By one thread, so that the CTA acts on one answer; it arrives while the lists are read.
-  PoolView fetched{};
-  if (threadIdx.x == 0) fetched = FetchPool(args.handle[0]);
-
-  const int64_t n_heads = sizes.rows * sizes.heads;
+  const PoolView pool = FetchPool(args.handle[0]);  // arrives while the lists are read
+  const uint32_t lane = threadIdx.x % kLanes;
+  const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kLanes, n_warps = gridDim.x * kWarps;
+  const int64_t n_lists = sizes.rows * sizes.heads;
   const auto page_units = static_cast<uint32_t>(sizes.page_bytes / sizeof(Unit));
   const uint32_t page_runs = (page_units + kInFlight * kLanes - 1) / (kInFlight * kLanes);
-  for (int64_t tile = 0; tile < n_heads; tile += kTileHeads) {
-    int32_t counts[kHeadsPerThread], offsets[kHeadsPerThread];
-    int64_t wrong_head = -1;
+  // The warp's next run: which entry, counted from the tile's first, and which part of its page.
+  uint32_t entry = warp / page_runs, part = warp % page_runs;
+  const uint32_t step_entries = n_warps / page_runs, step_parts = n_warps % page_runs;
+
+  for (int64_t first_list = 0; first_list < n_lists; first_list += kTileLists) {
+    int32_t counts[kListsPerLane];
+    int64_t wrong_list = -1;
     int32_t wrong_count = 0;
 #pragma unroll
-    for (int i = 0; i < kHeadsPerThread; ++i) {
-      const int64_t h = tile + threadIdx.x * kHeadsPerThread + i;
-      counts[i] = h < n_heads ? args.count[h] : 0;
+    for (int i = 0; i < kListsPerLane; ++i) {
+      const int64_t h = first_list + lane * kListsPerLane + i;
+      counts[i] = h < n_lists ? args.count[h] : 0;
       if (counts[i] < 0 || counts[i] > sizes.entries) {
-        wrong_head = h;
+        wrong_list = h;
         wrong_count = counts[i];
         counts[i] = 0;
       }
     }
-    int32_t n_entries = 0;
-    Scan(scan_storage).ExclusiveSum(counts, offsets, n_entries);
-#pragma unroll
-    for (int i = 0; i < kHeadsPerThread; ++i) first_entry[threadIdx.x * kHeadsPerThread + i] = offsets[i];
-    if (threadIdx.x == 0) {
-      first_entry[kTileHeads] = n_entries;
-      if (tile == 0) {
-        pool = fetched;
-        usable = CheckPool(args, fetched, writes);
-      }
-    }
-    __syncthreads();
-    if (!usable) return;
+    const Tile tile(counts);
+    if (first_list == 0 && !__all_sync(kWholeWarp, CheckPool(args, pool, writes))) return;
 
-    if (blockIdx.x == 0) {
-      if (threadIdx.x == 0) {
+    if (warp == 0) {
+      if (lane == 0) {
         DeviceCounts& total = pool_counts[args.handle[0]];
-        if (tile == 0) atomicAdd(writes ? &total.write_calls : &total.read_calls, 1ull);
-        atomicAdd(writes ? &total.pages_written : &total.pages_read, static_cast<unsigned long long>(n_entries));
+        if (first_list == 0) atomicAdd(writes ? &total.write_calls : &total.read_calls, 1ull);
+        atomicAdd(writes ? &total.pages_written : &total.pages_read, static_cast<unsigned long long>(tile.n_entries));
       }
-      if (wrong_head >= 0) {
+      if (wrong_list >= 0) {
         Report(&args.faults->places[args.handle[0]].own,
-               Fault{FaultKind::kCount, writes, args.handle[0], args.handle[1], wrong_head / sizes.heads,
-                     wrong_head % sizes.heads, wrong_count, sizes.entries, 0, 0});
+               Fault{FaultKind::kCount, writes, args.handle[0], args.handle[1], wrong_list / sizes.heads,
+                     wrong_list % sizes.heads, wrong_count, sizes.entries, 0, 0});
       }
     }
-    const int64_t n_runs = int64_t{n_entries} * page_runs;
-    const int64_t begin = n_runs * blockIdx.x / gridDim.x;
-    const int64_t end = n_runs * (blockIdx.x + 1) / gridDim.x;
-    for (int64_t batch = begin / page_runs; batch * page_runs < end; batch += kTransferThreads) {
-      const int64_t mine = batch + threadIdx.x;
-      if (mine * page_runs < end) {
-        int low = 0, high = kTileHeads;  // first_entry[low] <= mine < first_entry[high]
-        while (high - low > 1) {
-          const int middle = (low + high) / 2;
-          (first_entry[middle] <= mine ? low : high) = middle;
-        }
-        addresses[threadIdx.x] = Resolve(args, pool, tile + low, mine - first_entry[low], writes);
-      }
-      __syncthreads();
-
-      // Runs counted from the batch's first entry, so that they fit in 32 bits.
-      const int64_t origin = batch * page_runs;
-      const auto last = static_cast<uint32_t>(min(end - origin, int64_t{kTransferThreads} * page_runs));
-      const auto first = static_cast<uint32_t>(max(begin - origin, int64_t{0}));
-      for (uint32_t run = first + threadIdx.x / kLanes; run < last; run += kWarps) {
-        const uint32_t which = run / page_runs;
-        const Addresses place = addresses[which];
-        if (place.page == nullptr) continue;
+    while (entry < tile.n_entries) {
+      const Tile::Entry found = tile.Find(entry);
+      const int64_t h = first_list + found.list;
+      const Addresses place = Resolve(args, pool, h, Fetch(args, h, found.position), writes);
+      if (place.page != nullptr) {
         const auto* const from = reinterpret_cast<const Unit*>(writes ? place.slot : place.page);
         auto* const to = reinterpret_cast<Unit*>(writes ? place.page : place.slot);
-        CopyRun(from, to, (run - which * page_runs) * (kInFlight * kLanes), page_units);
+        CopyRun(from, to, part * (kInFlight * kLanes), page_units);
       }
-      __syncthreads();  // the addresses are about to be replaced
+      entry += step_entries;
+      part += step_parts;
+      if (part >= page_runs) {
+        part -= page_runs;
+        ++entry;
+      }
     }
-    __syncthreads();  // ... and the offsets
+    entry -= tile.n_entries;
   }
 }
 

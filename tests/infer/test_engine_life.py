@@ -118,10 +118,10 @@ def test_an_abandoned_state_is_revoked_and_not_read(expected):
     with offloaded(MODEL) as engine:
         state = engine.prefill(PROMPTS)
         assert tokens_of(engine) == expected
-        assert_refused(state)
+        assert_refused(engine, state)
         first = engine.prefill(PROMPTS)
         second = engine.prefill(PROMPTS)
-        assert_refused(first)
+        assert_refused(engine, first)
         # A state of its own: nothing of the calls before is counted in it.
         assert second.stats().steps == 0
         assert not second.stats().total.hits.any()
@@ -137,10 +137,11 @@ def step_until_pages_are_used(state):
         logits.block_until_ready()
 
 
-def assert_refused(state):
-    """The pool's handle is refused: an exception that holds its numbers."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"closed|handle") as caught:
+def assert_refused(engine, state):
+    """The pool's handle is refused: an exception that holds its numbers, on a GPU from `check`."""
+    with pytest.raises((jax.errors.JaxRuntimeError, PoolClosedError), match=r"closed|handle") as caught:
         step_until_pages_are_used(state)
+        engine.check()
     assert re.search(r"\d", str(caught.value))
 
 
@@ -153,7 +154,7 @@ def test_o5_a_closed_engine_says_so():
     for use in (lambda: engine.generate(PROMPTS), lambda: engine.prefill(PROMPTS)):
         with pytest.raises(RuntimeError, match="engine is closed"):
             use()
-    assert_refused(state)
+    assert_refused(engine, state)
     with pytest.raises(PoolClosedError):
         pool.read_page(0)
 
