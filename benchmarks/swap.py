@@ -114,7 +114,7 @@ def measure(case: Case, pool: ffi.HostPool, naive: bool) -> dict[str, float]:
     """All figures of one case: bytes, seconds a call, and rates in GB/s."""
     cache, load, table = case.arguments(pool)
     # Enough calls that a slope's noise, some 0.1 ms of dispatch, is small beside what they take.
-    many = min(400, max(12, 2**29 // case.call_bytes))
+    many = min(200, max(12, 2**29 // case.call_bytes))
     few = many // 10
     arguments = (jnp.asarray(pool.handle), cache, load, table)
     empty = (arguments[0], cache, load._replace(count=jnp.zeros_like(load.count)), table)
