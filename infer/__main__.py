@@ -16,7 +16,7 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nosa_jax.checkpoint import find_checkpoint, load_model, read_meta
+from nosa_jax.checkpoint import find_checkpoint, load_model, read_meta, saved_config, saved_tokenizer
 from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
@@ -29,7 +29,7 @@ from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.infer.text_stream import TextStream
 from nosa_jax.model import NosaLM
 from nosa_jax.offload import OutOfPagesError
-from nosa_jax.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_dict
+from nosa_jax.tokenizer import Tokenizer, load_tokenizer
 
 _INTERRUPTED = 130  # what shells report for SIGINT
 _MAX_ROWS = 8  # decoded together unless --max-batch says otherwise
@@ -92,7 +92,8 @@ class _Prompt(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Generate from the command line. Returns 0; 2 for bad input and for what does not fit; 130 when interrupted."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs tracebacks of failures that are reported below
+    for name in ("absl", "asyncio"):  # orbax and its tasks log tracebacks of failures that are reported below
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         _generate(tyro.cli(GenerateConfig, args=argv, prog="nosa-generate"))
     except SystemExit as request:  # tyro has printed its help or what is wrong with the arguments
@@ -121,7 +122,7 @@ def _generate(config: GenerateConfig) -> None:
     folder = find_checkpoint(config.model, config.step)
     meta = read_meta(folder)
     model_config = _model_config(meta, config, folder)
-    tokenizer = _tokenizer(meta, config, model_config)
+    tokenizer = _tokenizer(meta, config, model_config, folder)
     if not config.ignore_eos and tokenizer.eos_id is not None:
         params = SamplingParams(**(vars(params) | {"eos_ids": (tokenizer.eos_id,)}))
     prompts = _read_prompts(config, tokenizer)
@@ -158,21 +159,13 @@ def _generate(config: GenerateConfig) -> None:
 
 
 def _model_config(meta: dict[str, Any], config: GenerateConfig, folder: Path) -> NosaConfig:
-    try:
-        saved = NosaConfig.from_dict(meta.get("config") or {})
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            f"the config in {str(folder)!r} cannot be used: {error}. Give a checkpoint that this version has written."
-        ) from error
+    saved = saved_config(meta, folder)
     return saved if config.dtype is None else saved.replace(dtype=config.dtype, param_dtype=config.dtype)
 
 
-def _tokenizer(meta: dict[str, Any], config: GenerateConfig, model_config: NosaConfig) -> Tokenizer:
-    if config.tokenizer is not None:
-        tokenizer = load_tokenizer(config.tokenizer)
-    elif meta.get("tokenizer"):
-        tokenizer = tokenizer_from_dict(meta["tokenizer"])
-    else:
+def _tokenizer(meta: dict[str, Any], config: GenerateConfig, model_config: NosaConfig, folder: Path) -> Tokenizer:
+    tokenizer = saved_tokenizer(meta, folder) if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    if tokenizer is None:
         raise InputError(
             f"{config.model!r} holds no tokenizer. Name one with --tokenizer: 'bytes' or the path of a tokenizer.json."
         )

@@ -30,15 +30,20 @@ def decode_step(
     Args:
       model: `freeze(model)`, or a model, which is then split and cast in every call.
       state: from `Engine.prefill` or the previous step.
-      tokens: the next token of each row; entries of rows that are not active are ignored.
+      tokens: the next token of each row; entries of rows that are not active are ignored. Ids are not checked: those
+        outside the vocabulary are read as one of its ids.
 
     Returns: float32 logits, and the new state. A row that is not active, or whose length has reached its capacity,
       keeps its cache and its previous logits.
 
     Raises:
+      ValueError: `tokens` does not hold one token per row.
       jax.errors.JaxRuntimeError: the engine that owns the host pages was closed.
     """
-    return _jitted_step(freeze(model), state, jnp.asarray(tokens, jnp.int32))
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.shape != state.lengths.shape:
+        raise ValueError(f"tokens has shape {tokens.shape}; each of the {state.lengths.shape[0]} rows needs one")
+    return _jitted_step(freeze(model), state, tokens)
 
 
 def step(model: FrozenModel, state: DecodeState, tokens: Int[Array, "B"]) -> tuple[Float[Array, "B V"], DecodeState]:

@@ -1,26 +1,22 @@
 """Generation for a batch of prompts over a cache whose blocks live in host memory."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nosa_jax.config import AttentionKind
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostPool
-from nosa_jax.infer.decode import step
 from nosa_jax.infer.frozen import FrozenModel, freeze
 from nosa_jax.infer.plan import MemoryPlan, make_plan
 from nosa_jax.infer.prefill import prefill_row
 from nosa_jax.infer.requests import GenerationResult, Prompt, Request, check_prompts, make_requests
-from nosa_jax.infer.sampling import SamplingParams, SamplingState, empty_sampling, finished, sample, set_row
+from nosa_jax.infer.run import Run
+from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.model import NosaLM
 from nosa_jax.offload.pages import OutOfPagesError, PageAllocator
 from nosa_jax.offload.state import DecodeState, StepCounts, init_state
@@ -54,8 +50,8 @@ class Engine:
         attention: AttentionKind | None = None,
         offload: bool = True,
         slots: int | None = None,
-        device_budget: int | str | None = None,
-        host_budget: int | str | None = None,
+        device_budget: int | float | str | None = None,
+        host_budget: int | float | str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.model = freeze(model)
@@ -122,11 +118,11 @@ class Engine:
         """
         self._check_open()
         tokens = check_prompts(prompts, self.tokenizer, self.layout.config.vocab_size)
-        requests = make_requests(tokens, params or SamplingParams(), self.layout)
+        requests = make_requests(tokens, SamplingParams() if params is None else params, self.layout)
         for request in requests:
-            self._check_pages(request)
+            self._check_pages([request])
         self._revoke()
-        run = _Run(self, requests, on_token, record_steps)
+        run = Run(self, requests, on_token, record_steps)
         bar = Progress(
             TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
             disable=not progress,
@@ -137,6 +133,7 @@ class Engine:
                 while run.unfinished:
                     run.advance()
                     bar.update(task, completed=run.generated)
+            self._state = run.state
         except BaseException:
             # A step may still be running; it is waited for, so it cannot write to pages given out anew.
             self._handed_out = True
@@ -173,10 +170,8 @@ class Engine:
             for t in tokens
         ]
         requests = make_requests(tokens, each, self.layout)
+        self._check_pages(requests)
         self._revoke()
-        needed = sum(self._groups(r) for r in requests)
-        if self.layout.offload and needed > self.allocator.n_free:
-            self.allocator.allocate(needed)  # raises, naming the bytes
         self._handed_out = True
         self._state = None  # counters and steps of an earlier `generate` are not this caller's
         state = self._take_state()
@@ -227,14 +222,17 @@ class Engine:
     def _groups(self, request: Request) -> int:
         return self.layout.config.num_blocks(request.reserved) if self.layout.offload else 0
 
-    def _check_pages(self, request: Request) -> None:
-        if self._groups(request) > self.plan.page_groups:
-            have, each = self.plan.page_groups, self.plan.group_bytes
+    def _check_pages(self, requests: list[Request]) -> None:
+        """Refuse requests that the whole pool could not hold at the same time."""
+        needed, have, each = sum(map(self._groups, requests)), self.plan.page_groups, self.plan.group_bytes
+        if needed > have:
+            who = f"prompt {requests[0].index} needs" if len(requests) == 1 else f"{len(requests)} prompts need"
             raise OutOfPagesError(
-                f"prompt {request.index} needs {self._groups(request)} blocks of host memory "
-                f"({self._groups(request) * each:,} bytes) for its {len(request.tokens)} tokens and up to "
-                f"{request.params.max_new_tokens} new ones, and the host pool has {have} ({have * each:,} bytes "
-                "available); shorten it, ask for fewer new tokens, or give the engine a larger host_budget"
+                f"{who} {needed} blocks of host memory ({needed * each:,} bytes) for "
+                f"{sum(len(r.tokens) for r in requests)} tokens and up to "
+                f"{sum(r.params.max_new_tokens for r in requests)} new ones, and the host pool has {have} "
+                f"({have * each:,} bytes available); shorten them, ask for fewer new tokens, or give the engine a "
+                "larger host_budget"
             )
 
     def _admit(
@@ -251,127 +249,6 @@ class Engine:
         return state, groups
 
 
-class _Run:
-    """One call of `generate`: which request is in which row, and what it has got so far."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        requests: list[Request],
-        on_token: Callable[[int, int], None] | None,
-        record_steps: bool,
-    ) -> None:
-        self.engine, self.on_token, self.record_steps = engine, on_token, record_steps
-        self.results: dict[int, GenerationResult] = {}
-        self.generated = 0
-        self.state = engine._take_state()
-        batch = engine.layout.max_batch
-        self.sampling = empty_sampling(batch)
-        self.next_tokens = jnp.zeros(batch, jnp.int32)
-        self.waiting = deque(r for r in requests if r.params.max_new_tokens)
-        self.rows: dict[int, Request] = {}
-        self.groups: dict[int, np.ndarray] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.counts: dict[int, list[StepCounts]] = {}
-        self.greedy = all(r.params.temperature == 0 for r in requests)
-        for request in requests:
-            if not request.params.max_new_tokens:
-                self.results[request.index] = self._result(request, [], "length", None, [])
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether requests wait or run; puts the state back into the engine when none does."""
-        if self.waiting or self.rows:
-            return True
-        self.engine._state = self.state
-        return False
-
-    def advance(self) -> None:
-        """Admit what fits, then decode one token for every row."""
-        self._admit_waiting()
-        if not self.rows:
-            return
-        self.next_tokens, done, self.state, self.sampling = _generate_step(
-            self.engine.model, self.state, self.next_tokens, self.sampling, greedy=self.greedy
-        )
-        self._collect(list(self.rows), stepped=True, done=done)
-
-    def _admit_waiting(self) -> None:
-        """First come, first served: a request that does not fit yet holds back the ones behind it."""
-        free = [row for row in range(self.engine.layout.max_batch) if row not in self.rows]
-        while self.waiting and free:
-            request = self.waiting[0]
-            if self.engine._groups(request) > self.engine.allocator.n_free and self.rows:
-                break
-            self.waiting.popleft()
-            row = free.pop(0)
-            self.state, self.groups[row] = self.engine._admit(self.state, row, request)
-            self.sampling = set_row(self.sampling, row, request.params, request.index)
-            self.rows[row], self.tokens[row], self.counts[row] = request, [], []
-            self.next_tokens, done, active, self.sampling = _first_token(
-                self.state.logits,
-                self.next_tokens,
-                self.state.active,
-                self.sampling,
-                jnp.asarray(row),
-                greedy=self.greedy,
-            )
-            self.state = self.state.replace(active=active)
-            self._collect([row], stepped=False, done=done)
-            if row not in self.rows:
-                free.insert(0, row)
-
-    def _collect(self, rows: list[int], *, stepped: bool, done: jax.Array) -> None:
-        tokens, ended = np.asarray(self.next_tokens), np.asarray(done)
-        self.engine.check()
-        last = jax.tree.map(np.asarray, self.state.last) if self.record_steps and stepped else None
-        for row in rows:
-            request, token = self.rows[row], int(tokens[row])
-            self.tokens[row].append(token)
-            self.generated += 1
-            if last is not None:
-                self.counts[row].append(StepCounts(*(x[:, row] for x in last)))
-            if self.on_token is not None:
-                self.on_token(request.index, token)
-            if ended[row]:
-                self._finish(row, "eos" if token in request.params.eos_ids else "length")
-
-    def _finish(self, row: int, reason: str) -> None:
-        request = self.rows.pop(row)
-        groups = self.groups.pop(row)
-        if len(groups):
-            self.engine.allocator.free(groups)
-        self.results[request.index] = self._result(request, self.tokens.pop(row), reason, row, self.counts.pop(row))
-
-    def _result(
-        self, request: Request, tokens: list[int], reason: str, row: int | None, counts: list[StepCounts]
-    ) -> GenerationResult:
-        hits = misses = 0
-        locality = float("nan")
-        if row is not None:
-            hits = int(np.asarray(self.state.total.hits[:, row]).sum())
-            misses = int(np.asarray(self.state.total.misses[:, row]).sum())
-            smallest = float(np.asarray(self.state.min_locality[:, row]).min())
-            locality = smallest if np.isfinite(smallest) else locality
-        tokenizer = self.engine.tokenizer
-        steps = None
-        if self.record_steps:
-            none = np.zeros((0, self.engine.layout.config.num_layers, self.engine.layout.config.num_kv_heads), np.int32)
-            columns = zip(*counts, strict=True) if counts else [()] * len(StepCounts._fields)
-            steps = StepCounts(*(np.stack(column) if column else none for column in columns))
-        return GenerationResult(
-            tokens=tokens,
-            text=None if tokenizer is None else tokenizer.decode(tokens),
-            finish_reason=reason,
-            prompt_length=len(request.tokens),
-            hits=hits,
-            misses=misses,
-            bytes_fetched=misses * self.engine.layout.page_bytes,
-            min_locality=locality,
-            steps=steps,
-        )
-
-
 def _start_row(state: DecodeState, row: int, table: np.ndarray, capacity: int) -> DecodeState:
     """Give a row its pages and room, and forget the counts of whoever had it before."""
     zero = StepCounts(*(jnp.asarray(x).at[:, row].set(0) for x in state.total))
@@ -383,29 +260,3 @@ def _start_row(state: DecodeState, row: int, table: np.ndarray, capacity: int) -
         last=StepCounts(*(jnp.asarray(x).at[:, row].set(0) for x in state.last)),
         min_locality=state.min_locality.at[:, row].set(jnp.inf),
     )
-
-
-@partial(jax.jit, static_argnames="greedy")
-def _first_token(
-    logits: Array, tokens: Array, active: Array, sampling: SamplingState, row: Array | int, *, greedy: bool
-) -> tuple[Int[Array, "B"], Bool[Array, "B"], Bool[Array, "B"], SamplingState]:
-    """Sample for one row after its prefill; the others keep their token, their activity and their progress."""
-    sampled, advanced = sample(logits, sampling, greedy=greedy)
-    mine = jnp.arange(tokens.shape[0]) == row
-    tokens = jnp.where(mine, sampled, tokens)
-    sampling = sampling._replace(generated=jnp.where(mine, advanced.generated, sampling.generated))
-    done = mine & finished(tokens, sampling)
-    return tokens, done, active & ~done, sampling
-
-
-@partial(jax.jit, static_argnames="greedy", donate_argnames="state")
-def _generate_step(
-    model: FrozenModel, state: DecodeState, tokens: Array, sampling: SamplingState, *, greedy: bool
-) -> tuple[Int[Array, "B"], Bool[Array, "B"], DecodeState, SamplingState]:
-    """One decode step, and the next token of every active row."""
-    logits, state = step(model, state, tokens)
-    sampled, advanced = sample(logits, sampling, greedy=greedy)
-    tokens = jnp.where(state.active, sampled, tokens)
-    sampling = sampling._replace(generated=jnp.where(state.active, advanced.generated, sampling.generated))
-    done = state.active & finished(tokens, sampling)
-    return tokens, done, state.replace(active=state.active & ~done), sampling

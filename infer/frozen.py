@@ -36,7 +36,8 @@ class FrozenModel:
 def freeze(model: NosaLM | FrozenModel) -> FrozenModel:
     """Split a model for inference and cast its matrices to the compute dtype.
 
-    The parameters are copies wherever the cast changes them; training the model further does not change them.
+    Arrays that have that dtype already are shared with the model, the others are copies. Training the model further
+    changes neither, unless its step donates the shared ones: those are then gone here too.
     """
     if isinstance(model, FrozenModel):
         return model

@@ -17,14 +17,18 @@ class DoesNotFitError(MemoryError):
     """A memory plan exceeds its budget; nothing was allocated."""
 
 
-def parse_bytes(size: int | str | None) -> int | None:
+def parse_bytes(size: int | float | str | None) -> int | None:
     """Bytes from a number or a text like "20GiB" or "512 MB"; None stays None.
 
     Raises:
       InputError: the text is no size.
     """
-    if size is None or isinstance(size, int):
-        return size
+    if size is None:
+        return None
+    if isinstance(size, int | float):
+        if not 0 < size < 2**63:
+            raise InputError(f"a memory size of {size} bytes makes no sense; give a positive number, or like '20GiB'")
+        return int(size)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
     if not match or match[2].lower() not in _UNITS:
         raise InputError(f"{size!r} is no memory size; write bytes as a number, or like '20GiB' or '512MB'")
@@ -124,8 +128,8 @@ def make_plan(
     max_context: int,
     offload: bool = True,
     slots: int | None = None,
-    device_budget: int | str | None = None,
-    host_budget: int | str | None = None,
+    device_budget: int | float | str | None = None,
+    host_budget: int | float | str | None = None,
 ) -> MemoryPlan:
     """Size an engine.
 

@@ -62,7 +62,7 @@ def check_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, vocab_
     Raises:
       InputError: a text without a tokenizer, an empty prompt, or ids outside the vocabulary; names which.
     """
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         raise InputError("prompts must be a list of prompts; put a single prompt into a list of one")
     checked = []
     for index, prompt in enumerate(prompts):
@@ -73,7 +73,10 @@ def check_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, vocab_
                 )
             ids = tokenizer.encode(prompt)
         else:
-            ids = np.asarray(prompt)
+            try:
+                ids = np.asarray(prompt)
+            except ValueError as error:  # lists of unequal lengths inside
+                raise InputError(f"prompt {index} must be a flat list of integer ids: {error}") from error
             if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
                 raise InputError(f"prompt {index} must be a flat list of integer ids, not {ids.dtype} {ids.shape}")
         if not ids.size:
@@ -99,11 +102,13 @@ def make_requests(
     requests = [Request(i, tokens, p) for i, (tokens, p) in enumerate(zip(prompts, each, strict=True))]
     room = layout.max_context
     for request in requests:
+        spare = room - len(request.tokens)
         if request.reserved > room:
             raise InputError(
                 f"prompt {request.index} has {len(request.tokens)} tokens and asks for up to "
-                f"{request.params.max_new_tokens} more; the plan holds {room} per row. Shorten it, ask for at most "
-                f"{max(0, room - len(request.tokens))} new tokens, or plan with a larger max_context"
+                f"{request.params.max_new_tokens} more; the plan holds {room} per row. Shorten it, "
+                + (f"ask for at most {spare} new tokens, " if spare > 0 else "")
+                + "or plan with a larger max_context"
             )
         for eos in request.params.eos_ids:
             if not 0 <= eos < layout.config.vocab_size:

@@ -38,16 +38,16 @@ class SamplingParams:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise InputError(f"max_new_tokens={self.max_new_tokens} must not be negative")
+        for name, limit in (("max_new_tokens", 2**31), ("top_k", 2**31), ("seed", 2**32)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 <= value < limit:
+                raise InputError(f"{name}={value!r} must be an integer of at least 0 and below {limit:,}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InputError(f"temperature={self.temperature} must be a finite number of at least 0 (0 is greedy)")
-        if self.top_k < 0:
-            raise InputError(f"top_k={self.top_k} must not be negative (0 means no limit)")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must be above 0 and at most 1 (1 means no limit)")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"seed={self.seed} must lie in 0 .. 2**32-1")
+        if not isinstance(self.eos_ids, tuple):
+            raise InputError(f"eos_ids={self.eos_ids!r} must be a tuple of ids, like (257,)")
         if len(self.eos_ids) > MAX_EOS:
             raise InputError(f"{len(self.eos_ids)} eos_ids given; at most {MAX_EOS} are supported")
 

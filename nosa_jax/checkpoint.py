@@ -6,7 +6,8 @@ step, beside its optimizer state, so every reader here takes an exported checkpo
 Storage: https://orbax.readthedocs.io (v1 API).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,16 +115,18 @@ def load_model(
     """
     folder = find_checkpoint(path, step)
     meta = read_meta(folder)
-    saved = NosaConfig.from_dict(meta["config"])
+    saved = saved_config(meta, folder)
+    tokenizer = saved_tokenizer(meta, folder)
     if config is not None:
         require_same_config(config, saved, str(folder))
-    with checkpoint_context():
-        stored = ocp.checkpointables_metadata(folder).metadata["params"]
+    what = f"the parameters of {str(folder)!r}"
+    with reading(what), checkpoint_context():
+        stored = ocp.checkpointables_metadata(folder).metadata
     skeleton, abstract = abstract_model(saved)
-    require_same_arrays(abstract, stored, f"the parameters of {str(folder)!r}")
+    require_same_arrays(abstract, stored.get("params"), what)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=device) for k, v in abstract.items()}
-    with checkpoint_context():
+    with reading(what), checkpoint_context():
         params = ocp.load_checkpointables(folder, {"params": wanted})["params"]
     if dtype is not None:
         saved = saved.replace(dtype=dtype, param_dtype=dtype)
@@ -131,9 +134,7 @@ def load_model(
         params = {name: array.astype(abstract[name].dtype) for name, array in params.items()}
     if jax.tree.leaves(skeleton.rest):  # variables that are computed, not learnt: let the module make them
         skeleton, _ = split_model(NosaLM(saved, rngs=nnx.Rngs(0)))
-    model = skeleton.merge(params)
-    tokenizer = tokenizer_from_dict(meta["tokenizer"]) if meta.get("tokenizer") else None
-    return model, tokenizer, meta
+    return skeleton.merge(params), tokenizer, meta
 
 
 def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
@@ -160,20 +161,60 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The `meta` item of one checkpoint. Raises InputError where it is missing or of a newer format."""
-    try:
-        with checkpoint_context():
-            meta = ocp.load_checkpointables(folder, {"meta": None})["meta"]
-    except (OSError, KeyError, ValueError) as error:
+    """The `meta` item of one checkpoint. Raises InputError where it is missing, damaged or of another format."""
+    with reading(f"the item 'meta' of {str(folder)!r}"), checkpoint_context():
+        meta = ocp.load_checkpointables(folder, {"meta": None})["meta"]
+    found = meta.get("format") if isinstance(meta, dict) else None
+    if found != FORMAT:
         raise InputError(
-            f"{str(folder)!r} is not a checkpoint written by nosa-jax: it has no readable item 'meta' ({error})."
-        ) from error
-    if meta.get("format") != FORMAT:
-        raise InputError(
-            f"{str(folder)!r} has format {meta.get('format')!r}, this version reads {FORMAT}. "
+            f"{str(folder)!r} has format {found!r}, this version reads {FORMAT}. "
             "Read it with the version of nosa-jax that wrote it."
         )
     return meta
+
+
+def saved_config(meta: Mapping[str, Any], folder: Path) -> NosaConfig:
+    """The model config in a checkpoint's `meta`. Raises InputError where this version cannot use it."""
+    values = meta.get("config")
+    try:
+        if not isinstance(values, dict):
+            raise TypeError(f"it is {values!r} instead of a table of fields")
+        return NosaConfig.from_dict(values)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"the config in {str(folder)!r} cannot be used: {error}. Give a checkpoint that this version has written."
+        ) from error
+
+
+def saved_tokenizer(meta: Mapping[str, Any], folder: Path) -> Tokenizer | None:
+    """The tokenizer in a checkpoint's `meta`, None where it has none. Raises InputError where it cannot be used."""
+    values = meta.get("tokenizer")
+    if not values:
+        return None
+    with reading(f"the tokenizer in {str(folder)!r}"):
+        return tokenizer_from_dict(values)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever is raised while `what` is read into an InputError that names it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # storage layers and tokenizers raise many kinds
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # orbax wraps the reason in a list of its handlers
+            cause = cause.__cause__
+        reason = " ".join(str(cause).partition(" [tensorstore_spec=")[0].split())[:400]
+        raise _unreadable(what, reason or type(cause).__name__) from error
+
+
+def _unreadable(what: str, reason: str) -> InputError:
+    return InputError(
+        f"{what} cannot be read: {reason}. Its files are missing, damaged or not from nosa-jax: copy the checkpoint "
+        "again or give another one."
+    )
 
 
 def require_same_config(wanted: NosaConfig, saved: NosaConfig, where: str) -> None:
@@ -186,8 +227,13 @@ def require_same_config(wanted: NosaConfig, saved: NosaConfig, where: str) -> No
         )
 
 
-def require_same_arrays(wanted: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> None:
-    """Raise InputError where names, shapes or dtypes differ. Orbax itself would cast a dtype without a word."""
+def require_same_arrays(wanted: Mapping[str, Any], stored: Mapping[str, Any] | None, where: str) -> None:
+    """Raise InputError where names, shapes or dtypes differ. Orbax itself would cast a dtype without a word.
+
+    stored: the arrays' metadata as orbax gives it: None where it could not read them.
+    """
+    if stored is None:
+        raise _unreadable(where, "the arrays' description is incomplete")
     missing, extra = sorted(set(wanted) - set(stored)), sorted(set(stored) - set(wanted))
     if missing or extra:
         raise InputError(

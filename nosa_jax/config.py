@@ -10,6 +10,10 @@ EvictionVariant = Literal["ed_dma", "dma", "none"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class SelectionBudget:
     """How many KV blocks each rule of the block selection may take, per query and KV head.
@@ -83,11 +87,15 @@ class NosaConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "embed_dim", "ffn_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim",
                      "block_size", "pool_window", "pool_stride", "local_blocks", "max_context"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            if not _is_integer(getattr(self, name)) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 1")
         for name in ("sink_blocks", "query_blocks", "evict_blocks"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+            if not _is_integer(getattr(self, name)) or getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")
+        for name in ("rms_norm_eps", "rope_theta", "rope_attention_factor"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name}={value!r} must be a positive, finite number")
         for name, kinds in (("attention", AttentionKind), ("eviction", EvictionVariant),
                             ("dtype", ComputeDtype), ("param_dtype", ComputeDtype)):  # fmt: skip
             if getattr(self, name) not in get_args(kinds):
@@ -97,6 +105,7 @@ class NosaConfig:
         if self.head_dim % 2:
             raise ValueError(f"{self.head_dim=} must be even: RoPE rotates pairs of dimensions")
         if self.rope_factors is not None:
+            object.__setattr__(self, "rope_factors", tuple(self.rope_factors))  # hashable: configs are static arguments
             if len(self.rope_factors) != self.head_dim // 2:
                 raise ValueError(
                     f"rope_factors has {len(self.rope_factors)} entries; {self.head_dim=} needs {self.head_dim // 2}"
@@ -175,9 +184,6 @@ class NosaConfig:
         required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
         if missing := sorted(required - set(values)):
             raise ValueError(f"missing config keys: {', '.join(missing)}")
-        values = dict(values)
-        if values.get("rope_factors") is not None:
-            values["rope_factors"] = tuple(values["rope_factors"])
         return cls(**values)
 
     # Presets.

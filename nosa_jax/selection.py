@@ -6,9 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.pallas_kernels import pool_blocks, pool_windows, pooled_scores, select_blocks
+from nosa_jax.pallas_kernels.pooled_scores.api import QUERY_CHUNK
 from nosa_jax.pallas_kernels.query_chunks import map_query_chunks
-
-QUERY_CHUNK = 256  # query positions whose block scores exist at once
 
 
 def pooled_keys(k: Float[Array, "B S K H"], config: NosaConfig) -> Float[Array, "B K W H"]:

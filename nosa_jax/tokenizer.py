@@ -65,11 +65,12 @@ class ByteTokenizer:
         return _framed(ids, self.bos_id if bos else None, self.eos_id if eos else None)
 
     def decode(self, ids: Any) -> str:
-        """Text of the bytes; sequences that are not UTF-8 become U+FFFD, special tokens nothing."""
+        """Text of the bytes; sequences that are not UTF-8 become U+FFFD, ids that are no bytes nothing.
+
+        A model may have more ids than this tokenizer: vocabularies are padded to round sizes.
+        """
         ids = np.asarray(ids, np.int64).reshape(-1)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            raise InputError(f"token ids from {ids.min()} to {ids.max()} are outside 0..{self.vocab_size - 1}")
-        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def to_dict(self) -> dict[str, Any]:
         """Only the name: bytes need no vocabulary."""
@@ -85,6 +86,9 @@ class JsonTokenizer:
     def __init__(self, spec: str, *, bos: str | None = None, eos: str | None = None, pad: str | None = None) -> None:
         self._spec = spec
         self._tokenizer = tokenizers.Tokenizer.from_str(spec)
+        # Files may ask for both, for use in training code of fixed shapes; here they would cut and pad texts silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._names = {"bos": bos, "eos": eos, "pad": pad}
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_id = self._find("bos", _BOS_NAMES)

@@ -9,7 +9,7 @@ Implementation = Literal["reference", "xla", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 
-def resolve(operation: str, implementation: str | None, *, available: tuple[str, ...], default: str = "xla") -> str:
+def resolve(operation: str, implementation: str | None, *, available: tuple[str, ...]) -> str:
     """The implementation to run for `operation`.
 
     Raises:
@@ -17,7 +17,7 @@ def resolve(operation: str, implementation: str | None, *, available: tuple[str,
       NotImplementedError: the name is known, but this operation does not have it.
     """
     if implementation is None:
-        return default
+        return "xla"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation=} must be None or one of {', '.join(IMPLEMENTATIONS)}")
     if implementation not in available:

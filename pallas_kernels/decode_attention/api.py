@@ -27,6 +27,7 @@ def decode_attention(
       slots: keys (index 0) and values (index 1) of one block per slot; unused parts may hold anything, NaN too.
       cis: additive bias of every token of the row by block, float32, or None.
       lengths: tokens in each row, the newest included.
+      implementation: "reference" and "xla" are the same code here.
 
     Returns: [B, N, H] in the dtype of q; zeros for a row without a visible token.
 

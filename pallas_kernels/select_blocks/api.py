@@ -33,6 +33,7 @@ def select_blocks(
       score_e: query-agnostic scores (pooled cis), one row for all queries or one per query.
       positions: absolute position of each query, in tokens.
       block_size: tokens per block. sink, local, query, evict: blocks; local counts the current block.
+      implementation: "reference" and "xla" are the same code here.
 
     Returns: ascending ids without duplicates, padded at the end with NO_BLOCK; C = sink + local + query + evict.
 

@@ -9,9 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError, PoolClosedError
 from nosa_jax.infer import Engine, SamplingParams, decode_step
 from nosa_jax.offload import OutOfPagesError
+from nosa_jax.tokenizer import ByteTokenizer
 from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, P, offloaded, random_model, random_tokens, run_steps
 
 MODEL = random_model()
@@ -137,11 +139,15 @@ def step_until_pages_are_used(state):
         logits.block_until_ready()
 
 
+def step_and_check(engine, state):
+    step_until_pages_are_used(state)
+    engine.check()
+
+
 def assert_refused(engine, state):
     """The pool's handle is refused: an exception that holds its numbers, on a GPU from `check`."""
     with pytest.raises((jax.errors.JaxRuntimeError, PoolClosedError), match=r"closed|handle") as caught:
-        step_until_pages_are_used(state)
-        engine.check()
+        step_and_check(engine, state)
     assert re.search(r"\d", str(caught.value))
 
 
@@ -198,3 +204,43 @@ def test_a_pool_beyond_all_memory_is_refused_and_the_process_goes_on(expected):
         Engine(huge, max_batch=2**15, max_context=2**22, slots=C)
     with offloaded(MODEL) as engine:
         assert tokens_of(engine) == expected
+
+
+def test_a_refused_prefill_leaves_the_state_before_it_alone():
+    with offloaded(MODEL, host_budget=12 * GROUP) as engine:
+        state = engine.prefill(PROMPTS[:1], max_new_tokens=12)
+        with pytest.raises(OutOfPagesError, match="2 prompts need 14 blocks"):
+            engine.prefill([PROMPTS[0], PROMPTS[0]], max_new_tokens=15)
+        assert run_steps(MODEL, state, 3).logits.shape[0] == 3
+        engine.check()
+
+
+def test_ids_beyond_the_tokenizer_are_no_text():
+    """Vocabularies are padded to round sizes: a model may choose an id that its tokenizer does not have."""
+    config = ONE_LAYER.replace(vocab_size=512)
+    with offloaded(random_model(config), tokenizer=ByteTokenizer()) as engine:
+        results = engine.generate(["ab", "cd"], SamplingParams(max_new_tokens=20, temperature=5.0))
+    chosen = [token for r in results for token in r.tokens]
+    assert max(chosen) >= 259
+    assert all(r.text == ByteTokenizer().decode([t for t in r.tokens if t < 256]) for r in results)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.generate(PROMPTS, []), "3 prompts but 0 sampling parameters"),
+        (lambda e: e.generate([random_tokens(200, seed=0)]), "prompt 0 has 200 tokens.*holds [0-9]+ per row"),
+        (lambda e: SamplingParams(top_k=2**31), "top_k=2147483648"),
+        (lambda e: offloaded(MODEL, device_budget=-5), "-5 bytes"),
+    ],
+)
+def test_misuse_is_refused_with_the_value(call, message):
+    with offloaded(MODEL) as engine, pytest.raises(InputError, match=message):
+        call(engine)
+
+
+def test_a_step_wants_one_token_per_row():
+    with offloaded(MODEL) as engine:
+        state = engine.prefill(PROMPTS)
+        with pytest.raises(ValueError, match=rf"\(1,\); each of the {ROWS} rows"):
+            decode_step(MODEL, state, np.zeros(1, np.int32))

@@ -7,7 +7,7 @@ import pytest
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.eviction import eviction_scores, ranking_scores
-from nosa_jax.rope import apply_rope
+from nosa_jax.rope import apply_rope, inverse_frequencies, rope_angles
 from tests.oracle import gradients
 from tests.oracle import nosa_numpy as oracle
 from tests.oracle.compare import assert_close
@@ -61,13 +61,22 @@ def test_s5_ranking_keeps_an_order_that_exp_loses():
 def test_rope_matches_oracle(config):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 64, 3, 8)).astype(np.float32)
-    # float32 angles are off by up to half a unit in the last place of the position.
-    for start, tolerance in ((0, 5e-6), (4096, 4e-4), (131_000, 1e-2)):
+    for start, tolerance in ((0, 2e-6), (4096, 2e-6), (131_000, 2e-6), (2**22 - 64, 2e-5)):
         positions = start + np.stack([np.arange(64), rng.permutation(64)]).astype(np.int32)
         expected = oracle.rope(
             oracle.f64(x), positions, config.rope_theta, config.rope_factors, config.rope_attention_factor
         )
         assert_close(jax.jit(apply_rope, static_argnums=2)(x, positions, config), expected, tolerance)
+
+
+@pytest.mark.parametrize(("position", "error"), [(0, 0), (4_097, 3e-7), (131_071, 3e-7), (2**22 - 1, 3e-6)])
+@pytest.mark.parametrize("config", [CONFIG, NosaConfig.nosa_8b()], ids=["longrope", "8b"])
+def test_rope_angles_stay_exact_at_long_contexts(config, position, error):
+    """A product in float32 would be off by 0.004 radians at 131,071."""
+    angles = np.asarray(jax.jit(rope_angles, static_argnums=1)(jnp.asarray([[position]]), config), np.float64)
+    exact = position * inverse_frequencies(config)
+    assert np.abs(np.exp(1j * angles[0, 0]) - np.exp(1j * exact)).max() <= error
+    assert np.abs(angles).max() <= np.pi * (1 + 1e-7)
 
 
 def test_rope_keeps_bfloat16():
