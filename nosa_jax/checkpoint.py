@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tensorstore
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
@@ -121,6 +122,7 @@ def load_model(
         require_same_config(config, saved, str(folder))
     what = f"the parameters of {str(folder)!r}"
     with reading(what), checkpoint_context():
+        read_descriptions(folder / "params")
         stored = ocp.checkpointables_metadata(folder).metadata
     skeleton, abstract = abstract_model(saved)
     require_same_arrays(abstract, stored.get("params"), what)
@@ -193,6 +195,19 @@ def saved_tokenizer(meta: Mapping[str, Any], folder: Path) -> Tokenizer | None:
         return None
     with reading(f"the tokenizer in {str(folder)!r}"):
         return tokenizer_from_dict(values)
+
+
+def read_descriptions(item: Path) -> None:
+    """Read the description of every array of an item, one by one. Raises ValueError where one is damaged.
+
+    Orbax asks for all at once and, at the first failure, closes the event loop that the others still report to; their
+    tracebacks would reach stderr from tensorstore's threads.
+    """
+    if (item / "manifest.ocdbt").exists():
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{item}/"}).result()
+        for key in store.list().result():
+            if key.endswith(b"zarr.json"):
+                store.read(key).result()
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """Tiny exported models, as command lines read them."""
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,21 @@ def word_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nameless_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights without a tokenizer."""
     return export(tmp_path_factory.mktemp("none") / "model", None)
+
+
+@pytest.fixture
+def damaged_model(byte_model: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`damaged_model(pattern, keep)`: a copy in which the files that match have only this part of their bytes left."""
+
+    def make(pattern: str, keep: float = 0.5) -> Path:
+        model = Path(shutil.copytree(byte_model, tmp_path / "damaged"))
+        files = [path for path in model.glob(pattern) if path.is_file()]
+        assert files
+        for path in files:
+            os.truncate(path, int(path.stat().st_size * keep))
+        return model
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """`nosa-generate`: what it prints, and how it refuses."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from nosa_jax.checkpoint import load_model
+from nosa_jax.errors import InputError
 from nosa_jax.infer import Engine, SamplingParams
 from nosa_jax.infer.__main__ import main
 from nosa_jax.infer.text_stream import TextStream
@@ -133,6 +135,49 @@ def test_parameters_of_another_config(capsys, mixed_up_model):
     message = refusal(capsys, "--model", str(mixed_up_model), "--prompt", "x")
     assert "ffn.down_weight_fd" in message
     assert "[48, 32], wanted float32[64, 32]" in message
+
+
+@pytest.mark.parametrize(
+    ("pattern", "keep", "what"),
+    [
+        ("params/**/d/*", 0.0, "the parameters of"),
+        ("params/**/d/*", 0.5, "the parameters of"),
+        ("params/ocdbt.process_0/d/*", 0.9, "the parameters of"),  # described in full, but arrays are cut off
+        ("params/manifest.ocdbt", 0.0, "the parameters of"),
+        ("meta/data.json", 0.5, "the item 'meta' of"),
+    ],
+)
+def test_damaged_files_of_a_checkpoint(capsys, damaged_model, pattern, keep, what):
+    model = damaged_model(pattern, keep)
+    message = refusal(capsys, "--model", str(model), "--prompt", "x")
+    assert f"{what} {str(model)!r} cannot be read: " in message
+    assert "give another one" in message
+    with pytest.raises(InputError, match="cannot be read"):
+        load_model(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"config": {"colour": 3}}, ["the config in", "unknown config keys: colour"]),
+        ({"config": {}}, ["the config in", "missing config keys: embed_dim"]),
+        ({"config": [1]}, ["the config in", "[1] instead of a table"]),
+        ({"config": {**CONFIG.to_dict(), "num_heads": "two"}}, ["the config in", "cannot be used"]),
+        ({"tokenizer": {"kind": "tokenizer.json"}}, ["the tokenizer in", "spec"]),
+        ({"tokenizer": {"kind": "runes"}}, ["unknown tokenizer kind 'runes'"]),
+        ({"format": 2}, ["has format 2", "this version reads 1"]),
+        (None, ["has format None"]),
+    ],
+)
+def test_description_that_this_version_cannot_use(capsys, damaged_model, changes, words):
+    model = damaged_model("meta/data.json", 1.0)
+    file = model / "meta" / "data.json"
+    file.write_text(json.dumps([1] if changes is None else json.loads(file.read_text()) | changes))
+    message = refusal(capsys, "--model", str(model), "--prompt", "x")
+    for word in words:
+        assert word in message
+    with pytest.raises(InputError):
+        load_model(model)
 
 
 def test_bytes_that_are_no_text_for_a_tokenizer(capsys, word_model, tmp_path):
