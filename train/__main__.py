@@ -17,7 +17,8 @@ _INTERRUPTED = 130  # what shells report for SIGINT
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train from the command line. Returns 0; 1 where the run broke; 2 for bad input; 130 when interrupted."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs tracebacks of failures that are reported below
+    for name in ("absl", "asyncio"):  # orbax and its tasks log tracebacks of failures that are reported below
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         config = tyro.cli(TrainConfig, args=argv, prog="nosa-train")
         result = train(config)

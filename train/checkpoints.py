@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from nosa_jax.checkpoint import checkpoint_context, require_same_arrays
+from nosa_jax.checkpoint import checkpoint_context, read_descriptions, read_meta, reading, require_same_arrays
 from nosa_jax.train.errors import RunFailure
 from nosa_jax.train.step import TrainState
 
@@ -84,21 +84,25 @@ class CheckpointStore:
     def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """State and meta of a step (None: the latest), every leaf with the sharding that `abstract` asks for.
 
-        abstract: a TrainState of jax.ShapeDtypeStruct. Raises InputError where a name, shape or dtype differs from
-        what was saved: nothing is converted.
+        abstract: a TrainState of jax.ShapeDtypeStruct. Raises InputError where a file is damaged, and where a name,
+        shape or dtype differs from what was saved: nothing is converted.
         """
         step = self.latest if step is None else step
-        stored = self._checkpointer.checkpointables_metadata(step).metadata
+        where = f"step {step} in {str(self.directory)!r}"
+        with reading(where):
+            for item in ("params", "training"):
+                read_descriptions(self.directory / str(step) / item)
+            stored = self._checkpointer.checkpointables_metadata(step).metadata
         wanted = {"params": abstract.all_params, "training": _training_items(abstract)}
         for item, arrays in wanted.items():
-            require_same_arrays(arrays, stored[item], f"the {item} arrays of step {step} in {str(self.directory)!r}")
-        loaded = self._checkpointer.load_checkpointables(step, {**wanted, "meta": None})
+            require_same_arrays(arrays, stored.get(item), f"the {item} arrays of {where}")
+        with reading(where):
+            loaded = self._checkpointer.load_checkpointables(step, {**wanted, "meta": None})
         return _rebuild(abstract, loaded["params"], loaded["training"]), loaded["meta"]
 
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
-        """The meta of a step (None: the latest) alone."""
-        step = self.latest if step is None else step
-        return self._checkpointer.load_checkpointables(step, {"meta": None})["meta"]
+        """The meta of a step (None: the latest) alone. Raises InputError where it cannot be read."""
+        return read_meta(self.directory / str(self.latest if step is None else step))
 
     def close(self) -> None:
         """Wait for the last save and stop the writer's threads. Raises RunFailure like `wait`."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from nosa_jax.checkpoint import export_model
 from nosa_jax.config import NosaConfig
+from nosa_jax.errors import InputError
 from nosa_jax.model import NosaLM
 from nosa_jax.tokenizer import Tokenizer
 from nosa_jax.train.batches import BatchStream, PackedWindows, evaluation_batches
@@ -22,7 +23,7 @@ from nosa_jax.train.errors import RunFailure
 from nosa_jax.train.interrupt import StopRequest
 from nosa_jax.train.loss import mean_loss
 from nosa_jax.train.metrics import CURVE_FILE, METRICS_FILE, MetricsLog, plot_loss, read_metrics
-from nosa_jax.train.prepare import CHECKPOINTS_DIR, Setup, exclusive, open_folder, prepare
+from nosa_jax.train.prepare import CHECKPOINTS_DIR, Setup, exclusive, has_steps, open_folder, prepare
 from nosa_jax.train.progress import TrainProgress
 from nosa_jax.train.sharding import make_mesh
 from nosa_jax.train.step import TrainState, make_eval_step, make_train_step, place_batch
@@ -68,12 +69,13 @@ def train(
     Raises InputError for settings that cannot work (before anything is written) and RunFailure where the run breaks.
     """
     setup = prepare(config, model_config, make_mesh(devices))
+    initial = None if has_steps(config) else setup.initial_state()  # before a folder is made: `init_from` may fail
     out = open_folder(config)
     try:
         with ExitStack() as stack:
             stack.enter_context(exclusive(out))
             store = stack.enter_context(CheckpointStore(out / CHECKPOINTS_DIR, config.keep))
-            return _Run(setup, out, store, console or Console(stderr=True)).execute(stack)
+            return _Run(setup, out, store, console or Console(stderr=True), initial).execute(stack)
     except OSError as error:
         raise RunFailure(
             f"writing to {str(out)!r} failed: {error.strerror or error}. Free space or check permissions, then go "
@@ -84,17 +86,19 @@ def train(
 class _Run:
     """The moving parts of one call of `train`."""
 
-    def __init__(self, setup: Setup, out: Path, store: CheckpointStore, console: Console) -> None:
+    def __init__(
+        self, setup: Setup, out: Path, store: CheckpointStore, console: Console, initial: TrainState | None
+    ) -> None:
         self.setup, self.config, self.out, self.store, self.console = setup, setup.config, out, store, console
-        self.state, self.data = self._first_state()
+        self.state, self.data = self._first_state(initial)
         self.step = int(self.state.step)
         self.saved_at = self.step if store.latest is not None else -1
         self.speeds: dict[str, float] = {}
 
-    def _first_state(self) -> tuple[TrainState, dict[str, Any]]:
+    def _first_state(self, initial: TrainState | None) -> tuple[TrainState, dict[str, Any]]:
         latest = self.store.latest
         if latest is None:
-            return self.setup.initial_state(), {}
+            return self.setup.initial_state() if initial is None else initial, {}
         self.setup.require_same_run(self.store.read_meta(latest), str(self.store.directory / str(latest)))
         state, meta = self.store.restore(self.setup.abstract_state(), latest)
         return state, meta["data"]
@@ -115,8 +119,20 @@ class _Run:
         plot_loss(metrics, self.out / CURVE_FILE)
         model = self.setup.skeleton.merge(self.state.all_params)
         if self.config.export is not None and self.step == total:
-            export_model(self.config.export, model, self.setup.tokenizer, {"step": self.step})
+            self._export(self.config.export, model)
         return TrainResult(model, self.setup.tokenizer, self.step, self.step < total, metrics, self.speeds, self.out)
+
+    def _export(self, path: str, model: NosaLM) -> None:
+        try:
+            export_model(path, model, self.setup.tokenizer, {"step": self.step})
+        except InputError:
+            raise
+        except Exception as error:  # storage layers raise many kinds
+            reason = " ".join(str(error).split())[:400]
+            raise RunFailure(
+                f"the weights could not be exported to {path!r}: {reason}. The run is complete and its step "
+                f"{self.step} is saved; give --resume and another --export."
+            ) from error
 
     def _announce(self) -> None:
         corpus, setup = self.setup.corpus, self.setup
@@ -148,9 +164,13 @@ class _Run:
                 batch = place_batch(next(stream), setup.mesh)
                 self.state, metrics = train_step(self.state, batch)
                 self.step += 1
+                finite = bool(metrics.pop("finite"))
                 values = {name: float(value) for name, value in metrics.items()}
                 clock.tick()
-                self._require_finite(values["loss"])
+                self._require_finite("loss", values["loss"])
+                self._require_finite("norm of the gradients", values["grad_norm"])
+                if not finite:
+                    raise self._diverged(f"step {self.step} makes parameters or moments that are not finite")
                 self.log.write(self.step, phase.attention, **values, tokens=seen + self.step * tokens)
                 self.progress.update(self.step, phase.attention, values["loss"], clock.rate)
                 self.data = {"phase": index, "iterator": stream.state()}
@@ -178,19 +198,27 @@ class _Run:
     def _validate(self, phase: Phase, eval_step: Any, held_out: PackedWindows) -> None:
         batches = evaluation_batches(held_out, self.config.eval_windows, phase.batch)
         loss = mean_loss(eval_step, self.state.all_params, (place_batch(b, self.setup.mesh) for b in batches))
+        self._require_finite("held-out loss", loss)
         self.log.write(self.step, phase.attention, val_loss=loss, val_ppl=math.exp(min(loss, 700.0)))
         self.progress.say(
             f"{phase.attention} step {self.step}/{self.config.total_steps}  held-out loss {loss:.3f}  "
             f"perplexity {math.exp(min(loss, 700.0)):.2f}"
         )
 
-    def _require_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            latest = self.store.latest
-            raise RunFailure(
-                f"the loss of step {self.step} is {loss}. Lower learning_rate={self.config.optimizer.learning_rate} or "
-                f"clip_norm={self.config.optimizer.clip_norm}; the last complete checkpoint is that of step {latest}."
-            )
+    def _require_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise self._diverged(f"the {name} of step {self.step} is {value}")
+
+    def _diverged(self, what: str) -> RunFailure:
+        """Nothing is saved after this, and every step was checked before it was: the latest checkpoint is good."""
+        with suppress(RunFailure):  # the divergence is what has to be reported
+            self.store.wait()
+        latest = self.store.latest
+        kept = "no checkpoint was saved" if latest is None else f"the last good checkpoint is that of step {latest}"
+        return RunFailure(
+            f"{what}. Lower learning_rate={self.config.optimizer.learning_rate} or "
+            f"clip_norm={self.config.optimizer.clip_norm}; {kept}."
+        )
 
 
 class _Clock:

@@ -22,6 +22,7 @@ from nosa_jax.checkpoint import (
     make_meta,
     read_meta,
     require_same_config,
+    saved_config,
     split_model,
 )
 from nosa_jax.config import NosaConfig
@@ -29,6 +30,7 @@ from nosa_jax.errors import InputError
 from nosa_jax.tokenizer import Tokenizer, load_tokenizer
 from nosa_jax.train.config import MAY_DIFFER, TrainConfig
 from nosa_jax.train.corpus import Corpus, build_corpus
+from nosa_jax.train.metrics import CURVE_FILE, METRICS_FILE, TENSORBOARD_DIR
 from nosa_jax.train.optimizer import learning_rate, make_optimizer, trainable_names
 from nosa_jax.train.sharding import tree_shardings
 from nosa_jax.train.step import TrainState, init_state, state_from_params
@@ -77,17 +79,17 @@ class Setup:
 
     def require_same_run(self, meta: dict[str, Any], where: str) -> None:
         """Raise InputError where going on from a checkpoint would not continue the run that wrote it."""
-        require_same_config(self.model_config, NosaConfig.from_dict(meta["config"]), where)
-        if meta["tokenizer"] != self.tokenizer.to_dict():
+        require_same_config(self.model_config, saved_config(meta, Path(where)), where)
+        if meta.get("tokenizer") != self.tokenizer.to_dict():
             raise InputError(f"{where!r} was trained with another tokenizer. Give the same one, or another out folder.")
-        now, then = self.config.to_dict(), meta["train"]
+        now, then = self.config.to_dict(), meta.get("train") or {}
         names = sorted((set(now) | set(then)) - MAY_DIFFER)
         if differing := [f"{n} was {then.get(n)!r}, is {now.get(n)!r}" for n in names if now.get(n) != then.get(n)]:
             raise InputError(
                 f"{where!r} was trained with other settings: {'; '.join(differing)}. Resume with the same ones, or "
                 "start another run from its weights with --init-from."
             )
-        if meta["corpus"] != self.corpus.fingerprint:
+        if meta.get("corpus") != self.corpus.fingerprint:
             raise InputError(
                 f"{where!r} was trained on other text: the corpus has changed since (files, their contents, max_bytes, "
                 "or the Python whose standard library is read). Restore it, or start another run with --init-from."
@@ -142,8 +144,8 @@ def prepare(config: TrainConfig, model_config: NosaConfig | None, mesh: Mesh) ->
         )
     if config.init_from is not None and not config.resume:
         _as_saved(model_config, config.init_from)
-    if config.export is not None and Path(config.export).exists():
-        raise InputError(f"export={config.export!r} already exists. Give a path that does not.")
+    if config.export is not None:
+        _require_export(config.export, config.out)
     skeleton, abstract = abstract_model(model_config)
     trainable = trainable_names(skeleton.names, config.train_only, config.freeze)
     corpus = build_corpus(
@@ -159,11 +161,20 @@ def prepare(config: TrainConfig, model_config: NosaConfig | None, mesh: Mesh) ->
     )  # fmt: skip
 
 
+def has_steps(config: TrainConfig) -> bool:
+    """Whether the run's folder holds checkpoints already."""
+    steps = Path(config.out) / CHECKPOINTS_DIR
+    try:
+        return any(p.name.isdecimal() for p in steps.iterdir())
+    except OSError:  # not there yet; what cannot be read or written is `open_folder`'s to report
+        return False
+
+
 def open_folder(config: TrainConfig) -> Path:
     """Make the run's folder. Raises InputError where it cannot be written or holds a run that is not to be resumed."""
     out = Path(config.out).absolute()
     steps = out / CHECKPOINTS_DIR
-    if not config.resume and steps.is_dir() and any(p.name.isdecimal() for p in steps.iterdir()):
+    if not config.resume and has_steps(config):
         raise InputError(
             f"out={config.out!r} already holds the checkpoints of a run. Add --resume to go on with it, or give "
             "another folder."
@@ -194,10 +205,33 @@ def _unwritable(out: str, reason: str) -> str:
     return f"out={out!r} cannot be written: {reason}. Give a folder on a disk that you may write to."
 
 
+def _require_export(export: str, out: str) -> None:
+    """Raise InputError where writing the weights to `export` would fail, or spoil the run's own folder."""
+    path, run = Path(os.path.realpath(export)), Path(os.path.realpath(out))
+    own = [run / name for name in (CHECKPOINTS_DIR, TENSORBOARD_DIR, METRICS_FILE, CURVE_FILE)]
+    if path == run or path in run.parents or any(path == p or p in path.parents for p in own):
+        raise InputError(
+            f"export={export!r} is the folder of the run out={out!r}, one above it, or among the run's own files. "
+            f"Give a folder of its own, like {str(Path(out) / 'export')!r}."
+        )
+    parent = next(p for p in path.parents if os.path.exists(p))
+    if not parent.is_dir() or not os.access(parent, os.R_OK | os.W_OK | os.X_OK):
+        raise InputError(
+            f"export={export!r} cannot be written: {str(parent)!r} is no folder that you may write to. Give another "
+            "path."
+        )
+    try:
+        taken = os.path.lexists(path) and any(path.iterdir())
+    except OSError:  # a file, or a folder that may not be read
+        taken = True
+    if taken:
+        raise InputError(f"export={export!r} already exists and is not an empty folder. Give another path.")
+
+
 def _as_saved(model_config: NosaConfig, path: str) -> NosaConfig:
     """The config to demand of the checkpoint `init_from`: how attention selects may change, the arrays may not."""
     folder = find_checkpoint(path)
-    saved = NosaConfig.from_dict(read_meta(folder)["config"])
+    saved = saved_config(read_meta(folder), folder)
     arrays = ("vocab_size", "embed_dim", "ffn_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim",
               "tie_embeddings", "param_dtype")  # fmt: skip
     require_same_config(saved.replace(**{name: getattr(model_config, name) for name in arrays}), saved, str(folder))

@@ -119,7 +119,8 @@ def make_train_step(
 ) -> Callable[[TrainState, dict[str, Array]], tuple[TrainState, dict[str, Array]]]:
     """A jitted step (state, batch) -> (state, metrics). The old state is donated.
 
-    metrics: `loss` [nats per target], `grad_norm` before clipping, `learning_rate`; float32 scalars.
+    metrics: `loss` [nats per target], `grad_norm` before clipping, `learning_rate`; float32 scalars. And `finite`,
+    bool: whether every new parameter and moment is; a finite loss says so of the old parameters only.
     """
 
     def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
@@ -133,10 +134,16 @@ def make_train_step(
             "loss": loss,
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "finite": _all_finite((params, opt_state)),
         }
         return new, metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _all_finite(tree: Any) -> Array:
+    """bool []: no leaf holds an infinity or NaN."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def make_eval_step(

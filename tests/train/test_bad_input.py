@@ -1,11 +1,17 @@
 """Bad input on the command line: one paragraph, exit status 2, no traceback, nothing written."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import tokenizers
+from flax import nnx
 
+from nosa_jax.checkpoint import export_model
+from nosa_jax.config import NosaConfig
+from nosa_jax.model import NosaLM
+from nosa_jax.tokenizer import ByteTokenizer
 from nosa_jax.train.__main__ import main
 
 
@@ -76,9 +82,58 @@ def test_out_that_cannot_be_written(capsys, tmp_path, text_folder) -> None:
     assert "Give a folder" in message
 
 
-def test_export_that_exists(capsys, tmp_path, text_folder) -> None:
-    message = _refused(capsys, tmp_path / "run", "--data", str(text_folder), "--export", str(text_folder))
-    assert "already exists" in message
+@pytest.mark.parametrize(
+    ("export", "words"),
+    [
+        ("full", "already exists and is not an empty folder"),
+        ("file", "already exists and is not an empty folder"),
+        ("file/export", "is no folder that you may write to"),
+        ("file/a/b", "is no folder that you may write to"),
+        (".", "one above it"),
+        ("run", "is the folder of the run"),
+        ("link", "is the folder of the run"),
+        ("run/checkpoints", "among the run's own files"),
+        ("run/checkpoints/7", "among the run's own files"),
+        ("run/tensorboard", "among the run's own files"),
+    ],
+)
+def test_export_that_cannot_be_written_or_would_spoil_the_run(capsys, tmp_path, text_folder, export, words) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    path = str(tmp_path / export)
+    message = _refused(capsys, tmp_path / "run", "--data", str(text_folder), "--export", path)
+    assert f"export={path!r}" in message
+    assert words in message
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full", "link"]
+
+
+@pytest.fixture
+def exported(tmp_path, small) -> Path:
+    return export_model(tmp_path / "export", NosaLM(small, rngs=nnx.Rngs(0)), ByteTokenizer())
+
+
+def _overrides(small) -> list[str]:
+    default = NosaConfig.tiny().to_dict()
+    return [f"{name}={value}" for name, value in small.to_dict().items() if value != default[name]]
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_damaged_weights_to_start_from(capsys, tmp_path, text_folder, exported, small, keep) -> None:
+    for path in exported.glob("params/**/d/*"):
+        os.truncate(path, int(path.stat().st_size * keep))
+    argv = ("--data", str(text_folder), "--init-from", str(exported), "--override", *_overrides(small))
+    message = _refused(capsys, tmp_path / "run", *argv, "--dense.seq-len", "32", "--nosa.seq-len", "32")
+    assert f"the parameters of {str(exported)!r} cannot be read" in message
+
+
+def test_weights_to_start_from_with_an_unknown_config(capsys, tmp_path, text_folder, exported) -> None:
+    file = exported / "meta" / "data.json"
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps(meta | {"config": meta["config"] | {"colour": 3}}))
+    message = _refused(capsys, tmp_path / "run", "--data", str(text_folder), "--init-from", str(exported))
+    assert f"the config in {str(exported)!r} cannot be used: unknown config keys: colour" in message
 
 
 def test_help_is_not_an_error(capsys) -> None:

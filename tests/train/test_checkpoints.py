@@ -136,3 +136,16 @@ def test_errors_name_what_is_there_and_what_is_wanted(tmp_path, small, parts) ->
         store.save(parts[0](), make_meta(small, None))
     with pytest.raises(InputError, match=r"no checkpoint of step=7; it has 0"):
         load_model(tmp_path / "run", step=7)
+
+
+def test_damaged_step_is_refused_by_name(tmp_path, small, parts) -> None:
+    state = parts[0]()
+    with CheckpointStore(tmp_path) as store:
+        store.save(state, make_meta(small, None))
+    for path in (tmp_path / "0" / "training").glob("**/d/*"):
+        path.write_bytes(b"")
+    with CheckpointStore(tmp_path) as store, pytest.raises(InputError, match=r"step 0 in .* cannot be read"):
+        store.restore(abstract_like(state))
+    (tmp_path / "0" / "meta" / "data.json").write_text("{")
+    with CheckpointStore(tmp_path) as store, pytest.raises(InputError, match=r"'meta' of .*/0' cannot be read"):
+        store.read_meta()

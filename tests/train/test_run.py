@@ -6,7 +6,6 @@ import os
 import signal
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
@@ -21,6 +20,7 @@ from nosa_jax.train import (
     RunFailure,
     evaluation_batches,
     load_model,
+    loop,
     make_eval_step,
     mean_loss,
     read_metrics,
@@ -144,12 +144,72 @@ def test_new_run_starts_from_exported_weights_and_trains_the_eviction_head_only(
         train(replace(config, out=str(tmp_path / "third"), export=None), model_config=small.replace(embed_dim=64))
 
 
-def test_diverging_run_fails_and_keeps_its_last_checkpoint(tmp_path, run_config, small, monkeypatch) -> None:
-    config = run_config(tmp_path / "run", checkpoint_every=2, optimizer=Optimizer(learning_rate=1e30, warmup_steps=0))
-    with pytest.raises(RunFailure, match=r"the loss of step \d+ is (nan|inf).*learning_rate=1e\+30"):
+def test_diverging_run_fails_and_keeps_its_last_checkpoint(tmp_path, run_config, small) -> None:
+    config = run_config(tmp_path / "run", checkpoint_every=1, optimizer=Optimizer(learning_rate=1e30, warmup_steps=0))
+    with pytest.raises(RunFailure, match=r"of step 2 .*learning_rate=1e\+30.*last good checkpoint is that of step 1\."):
         train(config, model_config=small)
-    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
-        assert math.isfinite(line.get("loss", 0.0))
+    model, _, _ = load_model(tmp_path / "run")
+    assert all(np.isfinite(value).all() for value in split_model(model)[1].values())
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_last_update_that_breaks_the_weights_is_neither_saved_nor_exported(tmp_path, run_config, small) -> None:
+    """The loss before the only update is finite; the learning rate is infinite in float32."""
+    config = run_config(
+        tmp_path / "run", export=str(tmp_path / "export"),
+        dense=Phase(steps=1, seq_len=32, batch=4, attention="dense"),
+        nosa=Phase(steps=0, seq_len=32, batch=4, attention="nosa"),
+        optimizer=Optimizer(learning_rate=1e39, warmup_steps=0),
+    )  # fmt: skip
+    with pytest.raises(RunFailure, match=r"step 1 makes parameters.* not finite.*no checkpoint was saved"):
+        train(config, model_config=small)
+    assert not (tmp_path / "export").exists()
+    assert not any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("broken", ["grad_norm", "finite", "val_loss"])
+def test_step_that_is_not_finite_anywhere_is_not_saved(tmp_path, run_config, small, monkeypatch, broken) -> None:
+    """Step 3 goes wrong in one value alone, between two saves."""
+    make = loop.make_train_step
+
+    def make_breaking(*args, **settings):
+        step = make(*args, **settings)
+
+        def breaking(state, batch):
+            state, metrics = step(state, batch)
+            bad = {"grad_norm": np.float32("nan"), "finite": np.bool_(False)}
+            return state, metrics | ({broken: bad[broken]} if int(state.step) == 3 and broken in bad else {})
+
+        return breaking
+
+    monkeypatch.setattr(loop, "make_train_step", make_breaking)
+    if broken == "val_loss":
+        monkeypatch.setattr(loop, "mean_loss", lambda *_: math.inf)
+    config = run_config(tmp_path / "run", checkpoint_every=1, eval_every=3)
+    names = {"grad_norm": "the norm of the gradients of step 3 is nan", "finite": "step 3 makes parameters or moments",
+             "val_loss": "the held-out loss of step 3 is inf"}  # fmt: skip
+    with pytest.raises(RunFailure, match=f"{names[broken]}.*last good checkpoint is that of step 2"):
+        train(config, model_config=small)
+    assert load_model(tmp_path / "run")[2]["data"]["iterator"] is not None
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def test_export_that_fails_is_named_and_can_be_repeated(tmp_path, run_config, small, monkeypatch) -> None:
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    config = run_config(
+        tmp_path / "run", export=str(tmp_path / "export"),
+        dense=Phase(steps=1, seq_len=32, batch=4, attention="dense"),
+        nosa=Phase(steps=0, seq_len=32, batch=4, attention="nosa"),
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "export_model", full)
+        with pytest.raises(RunFailure, match=r"exported to '.*/export': .*No space left.*step 1 is saved.*--resume"):
+            train(config, model_config=small)
+    result = train(replace(config, resume=True, export=str(tmp_path / "run" / "export")), model_config=small)
+    assert _bits(load_model(tmp_path / "run" / "export")[0]) == _bits(result.model)
 
 
 def test_half_written_metrics_line_is_dropped(tmp_path) -> None:
@@ -165,4 +225,3 @@ def test_second_process_in_the_same_folder_is_refused(tmp_path, run_config, smal
     (tmp_path / "run").mkdir()
     with exclusive(tmp_path / "run"), pytest.raises(InputError, match="another process is training"):
         train(run_config(tmp_path / "run"), model_config=small)
-    assert jax.devices()

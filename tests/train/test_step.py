@@ -1,6 +1,7 @@
 """One training step: gradients, frozen parts, accumulation, formats."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,24 @@ def _gradients(skeleton, attention="nosa", **settings):
 
 def _copy(state: TrainState) -> TrainState:
     return jax.tree.map(jnp.copy, state)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_step_tells_whether_what_it_made_is_finite(small) -> None:
+    """Broken weights, gradients or moments each; the loss before the update may be finite all the same."""
+    _, state, step = _make(small)
+    batch = _batch(small, 2, 24)
+    healthy, metrics = step("dense")(_copy(state), batch)
+    assert metrics["finite"]
+    moments = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf) if x.ndim else x, healthy.opt_state)
+    _, metrics = step("dense")(replace(healthy, opt_state=moments), batch)
+    assert np.isfinite(float(metrics["loss"]))
+    assert np.isfinite(float(metrics["grad_norm"]))
+    assert not metrics["finite"]
+    _, state, step = _make(small, Optimizer(learning_rate=1e39, warmup_steps=0))
+    _, metrics = step("dense")(state, batch)
+    assert np.isfinite(float(metrics["loss"]))
+    assert not metrics["finite"]
 
 
 def test_s4_every_parameter_learns_from_the_second_step_on(small) -> None:
