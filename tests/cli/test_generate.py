@@ -97,7 +97,7 @@ def test_model_without_a_tokenizer(capsys, nameless_model):
         (["--prompt", "x", "y" * 200, "--max-new-tokens", "100"], ["prompt 1 has 201 tokens", "100", "256", "most 55"]),
         (["--prompt", "x" * 40, "--max-context", "64"], ["prompt 0 has 41 tokens", "64 (--max-context)", "at most 23"]),
         (["--prompt", "x", "--max-context", "512"], ["max_context=512", "1 .. 256"]),
-        (["--prompt", "x", "--max-new-tokens", "-1"], ["max_new_tokens=-1", "negative"]),
+        (["--prompt", "x", "--max-new-tokens", "-1"], ["max_new_tokens=-1", "at least 0"]),
         (["--prompt", "x", "--temperature", "nan"], ["temperature=nan", "at least 0"]),
         (["--prompt", "x", "--top-p", "0"], ["top_p=0.0", "at most 1"]),
         (["--prompt", "x", "--slots", "5"], ["slots=5", "at least 6"]),
