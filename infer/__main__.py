@@ -210,10 +210,11 @@ def _context(config: GenerateConfig, model_config: NosaConfig, prompts: list[_Pr
     limit = model_config.max_context if config.max_context is None else config.max_context
     for name, ids in prompts:
         if len(ids) + config.max_new_tokens > limit:
+            fewer = f", ask for at most {limit - len(ids)} new tokens" if limit > len(ids) else ""
             raise InputError(
                 f"{name} has {len(ids)} tokens and may get {config.max_new_tokens} new ones, but a row holds {limit} "
-                f"({'--max-context' if given else 'the longest that the model was made for'}). Shorten it, ask for at "
-                f"most {max(0, limit - len(ids))} new tokens{', or raise --max-context' if given else ''}."
+                f"({'--max-context' if given else 'the longest that the model was made for'}). Shorten it{fewer}"
+                f"{', or raise --max-context' if given else ''}."
             )
     if given or not prompts:
         return limit

@@ -101,21 +101,22 @@ class NosaConfig:
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(kinds))}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"{self.head_dim=} must be even: RoPE rotates pairs of dimensions")
+            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of dimensions")
         if self.rope_factors is not None:
             object.__setattr__(self, "rope_factors", tuple(self.rope_factors))  # hashable: configs are static arguments
             if len(self.rope_factors) != self.head_dim // 2:
                 raise ValueError(
-                    f"rope_factors has {len(self.rope_factors)} entries; {self.head_dim=} needs {self.head_dim // 2}"
+                    f"rope_factors has {len(self.rope_factors)} entries; head_dim={self.head_dim} needs "
+                    f"{self.head_dim // 2}"
                 )
             if not all(math.isfinite(f) and f > 0 for f in self.rope_factors):
                 raise ValueError("rope_factors must be positive and finite")
         if self.block_size % self.pool_stride:
-            raise ValueError(f"{self.block_size=} must be a multiple of {self.pool_stride=}")
+            raise ValueError(f"block_size={self.block_size} must be a multiple of pool_stride={self.pool_stride}")
         if self.pool_window % self.pool_stride:
-            raise ValueError(f"{self.pool_window=} must be a multiple of {self.pool_stride=}")
+            raise ValueError(f"pool_window={self.pool_window} must be a multiple of pool_stride={self.pool_stride}")
         if self.max_context > 2**22:
             raise ValueError(
                 f"max_context={self.max_context} exceeds 4,194,304 (2**22), where RoPE angles lose accuracy"
@@ -128,9 +129,9 @@ class NosaConfig:
         if self.local_blocks * self.block_size < final_after:
             needed = -(-final_after // self.block_size)
             raise ValueError(
-                f"local_blocks={self.local_blocks} breaks the locality guarantee: with {self.block_size=}, "
-                f"{self.pool_window=} and {self.pool_stride=} the pooled score of a block changes until "
-                f"{final_after} tokens after its first one, but the block leaves the local window after "
+                f"local_blocks={self.local_blocks} breaks the locality guarantee: with block_size={self.block_size}, "
+                f"pool_window={self.pool_window} and pool_stride={self.pool_stride} the pooled score of a block "
+                f"changes until {final_after} tokens after its first one, but the block leaves the local window after "
                 f"{self.local_blocks * self.block_size}. Set local_blocks to at least {needed}."
             )
 

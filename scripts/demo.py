@@ -137,7 +137,8 @@ def plot_locality(runs: list[Continuation], path: Path) -> None:
     for run in runs[1:]:
         bottom.plot(run.misses.sum(axis=(1, 2)), lw=0.9, label=run.name)
     bottom.set(xlabel="decode step", ylabel="blocks fetched, all layers and heads")
-    bottom.legend(fontsize=8)
+    bottom.set_ylim(0, 1.25 * max(run.misses.sum(axis=(1, 2)).max() for run in runs[1:]) + 1)
+    bottom.legend(fontsize=8, ncols=2, loc="upper right")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -181,7 +182,7 @@ def main() -> int:
         f"{model.config.block_size} of them ({budget.total * model.config.block_size / PROMPT_TOKENS:.0%})"
     )
     variants: list[tuple[str, dict[str, Any]]] = [
-        ("all on the device", {"offload": False}),
+        ("on the device", {"offload": False}),
         (f"offloaded, {budget.total} slots", {"slots": budget.total}),
         (f"offloaded, {2 * budget.total} slots", {"slots": 2 * budget.total}),
     ]
@@ -193,7 +194,7 @@ def main() -> int:
     plot_locality(runs, out / "locality.png")
 
     table = Table(title=f"decoding after {PROMPT_TOKENS} tokens, batch 1, this machine's CPU")
-    for column in ("KV cache", "same text", "perplexity", "hit rate", "min locality", "fetched/step", "tokens/s",
+    for column in ("KV cache", "same output", "perplexity", "hit rate", "min locality", "fetched/step", "tokens/s",
                    "device cache", "host pages"):  # fmt: skip
         table.add_column(column, justify="left" if column == "KV cache" else "right")
     same = True
@@ -206,6 +207,10 @@ def main() -> int:
             format_bytes(run.device_bytes), format_bytes(run.host_bytes),
         )  # fmt: skip
     console.print(table)
+    console.print(
+        "same output: the same text, and the same bits in the logits of the file's own next tokens, from which the "
+        "perplexity is"
+    )
     console.print(
         f"measured minimum locality {resident.min_locality:.4f}, guaranteed {resident.bound:.4f}: at most "
         f"{budget.query} of {budget.total} blocks are fetched per step, layer and KV head "

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nosa-train: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("nosa-train: interrupted; the latest complete checkpoint remains", file=sys.stderr)
+        print("nosa-train: interrupted; checkpoints that were complete by now remain", file=sys.stderr)
         return _INTERRUPTED
     speeds = ", ".join(f"{kind} {rate:,.0f} tokens/s" for kind, rate in result.tokens_per_second.items())
     Console(stderr=True).print(f"step {result.step}  {speeds}  {result.out}", highlight=False, soft_wrap=True)

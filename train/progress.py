@@ -18,12 +18,12 @@ class TrainProgress:
             TextColumn("{task.fields[phase]}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]}"),
             TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=total, completed=done, phase="", loss=float("nan"), speed=0.0)
+        self._task = self._bar.add_task("train", total=total, completed=done, phase="", loss=float("nan"), speed="")
         self._total = total
         self._last_line = time.monotonic()
 
@@ -35,10 +35,11 @@ class TrainProgress:
         self._bar.stop()
 
     def update(self, step: int, phase: str, loss: float, speed: float) -> None:
-        """Show a finished step; `speed` in tokens per second."""
-        self._bar.update(self._task, completed=step, phase=phase, loss=loss, speed=speed)
+        """Show a finished step; `speed` in tokens per second, 0 while it is not known."""
+        rate = f"  {speed:,.0f} tokens/s" if speed else ""
+        self._bar.update(self._task, completed=step, phase=phase, loss=loss, speed=rate)
         if not self.console.is_terminal and time.monotonic() - self._last_line > _LINE_EVERY_S:
-            self.say(f"{phase} step {step}/{self._total}  loss {loss:.3f}  {speed:,.0f} tokens/s")
+            self.say(f"{phase} step {step}/{self._total}  loss {loss:.3f}{rate}")
 
     def say(self, text: str) -> None:
         """A line that stays."""
