@@ -182,9 +182,9 @@ def main() -> int:
         f"{model.config.block_size} of them ({budget.total * model.config.block_size / PROMPT_TOKENS:.0%})"
     )
     variants: list[tuple[str, dict[str, Any]]] = [
-        ("on the device", {"offload": False}),
-        (f"offloaded, {budget.total} slots", {"slots": budget.total}),
-        (f"offloaded, {2 * budget.total} slots", {"slots": 2 * budget.total}),
+        ("all on device", {"offload": False}),
+        (f"{budget.total} slots", {"slots": budget.total}),
+        (f"{2 * budget.total} slots", {"slots": 2 * budget.total}),
     ]
     runs = [continue_file(name, frozen, tokenizer, file_tokens, **kwargs) for name, kwargs in variants]
 
@@ -194,9 +194,9 @@ def main() -> int:
     plot_locality(runs, out / "locality.png")
 
     table = Table(title=f"decoding after {PROMPT_TOKENS} tokens, batch 1, this machine's CPU")
-    for column in ("KV cache", "same output", "perplexity", "hit rate", "min locality", "fetched/step", "tokens/s",
-                   "device cache", "host pages"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "KV cache" else "right")
+    for column in ("KV cache", "equal", "perplexity", "hit rate", "least locality", "bytes/step", "tokens/s",
+                   "on device", "on host"):  # fmt: skip
+        table.add_column(column, justify="left" if column == "KV cache" else "right", no_wrap=True)
     same = True
     for run in runs:
         equal = run.tokens == resident.tokens and np.array_equal(run.log_probs, resident.log_probs)
@@ -208,8 +208,7 @@ def main() -> int:
         )  # fmt: skip
     console.print(table)
     console.print(
-        "same output: the same text, and the same bits in the logits of the file's own next tokens, from which the "
-        "perplexity is"
+        "equal: the same text, and the same bits in the logits of the file's next tokens, whose perplexity it is"
     )
     console.print(
         f"measured minimum locality {resident.min_locality:.4f}, guaranteed {resident.bound:.4f}: at most "
