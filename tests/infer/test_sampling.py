@@ -114,13 +114,13 @@ def test_rows_end_at_their_limit_or_at_one_of_their_ids():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(max_new_tokens=-1), "max_new_tokens=-1 must not be negative"),
+        (dict(max_new_tokens=-1), "max_new_tokens=-1 must be an integer of at least 0"),
         (dict(temperature=-0.5), "temperature=-0.5 must be"),
         (dict(temperature=float("nan")), "temperature=nan must be"),
-        (dict(top_k=-2), "top_k=-2 must not be negative"),
+        (dict(top_k=-2), "top_k=-2 must be an integer of at least 0"),
         (dict(top_p=0.0), "top_p=0.0 must be above 0"),
         (dict(top_p=1.5), "top_p=1.5 must be above 0 and at most 1"),
-        (dict(seed=2**32), "seed=4294967296 must lie in"),
+        (dict(seed=2**32), "seed=4294967296 must be an integer of at least 0"),
         (dict(eos_ids=tuple(range(MAX_EOS + 1))), f"{MAX_EOS + 1} eos_ids given; at most {MAX_EOS}"),
     ],
     ids=str,
