@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2 --dist=worksteal --durations=8
 
-.PHONY: setup demo test test-all test-gpu check format clean
+.PHONY: setup demo test test-slow test-all test-gpu check format clean
 
 setup:
 	@scripts/setup.sh
@@ -10,9 +10,12 @@ setup:
 demo: setup
 	@$(PYTHON) scripts/demo.py
 
-test test-all: export JAX_PLATFORMS = cpu
+test test-slow test-all: export JAX_PLATFORMS = cpu
 test: setup
 	@$(PYTEST) -m "not slow and not gpu"
+
+test-slow: setup
+	@$(PYTEST) -m "slow and not gpu"
 
 test-all: setup
 	@$(PYTEST) -m "not gpu"
