@@ -38,7 +38,8 @@ def decode_step(
 
     Raises:
       ValueError: `tokens` does not hold one token per row.
-      jax.errors.JaxRuntimeError: the engine that owns the host pages was closed.
+      jax.errors.JaxRuntimeError: (on the CPU, when the result is read) the engine that owns the host pages was closed,
+        or has given the pages to others. A step on a GPU records it, and `Engine.check` raises.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape != state.lengths.shape:
