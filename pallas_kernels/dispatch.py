@@ -1,28 +1,89 @@
 """Which implementation of an operation runs.
 
-A named implementation runs or raises `NotImplementedError` with the reason; `None` picks one that works here.
+A named implementation runs or raises `NotImplementedError` with the reason; `None` picks one that works on the device
+that the program is compiled for.
 """
 
-from typing import Literal, get_args
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+from jax import lax
 
 Implementation = Literal["reference", "xla", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
+logger = logging.getLogger("nosa_jax")
 
-def resolve(operation: str, implementation: str | None, *, available: tuple[str, ...]) -> str:
-    """The implementation to run for `operation`.
+
+def run(
+    operation: str,
+    implementation: str | None,
+    args: tuple[Any, ...],
+    *,
+    mosaic_gpu: Callable[..., Any] | None = None,
+    unsupported: str | None = None,
+    **others: Callable[..., Any],
+) -> Any:
+    """Call one of an operation's implementations with `args`.
+
+    Args:
+      operation: its name, for messages.
+      implementation: the name asked for, or None: the Mosaic GPU kernel where the program is compiled for a GPU that
+        has it and the shapes allow it, otherwise "xla".
+      args: arrays, or None in their place.
+      mosaic_gpu: the kernel, if there is one.
+      unsupported: why the kernel does not take these shapes or dtypes; None when it does.
+      others: the implementations that run anywhere, by name; "xla" is among them.
 
     Raises:
       ValueError: the name is not one of `IMPLEMENTATIONS`.
-      NotImplementedError: the name is known, but this operation does not have it.
+      NotImplementedError: the operation does not have the named implementation, or it does not run on this machine
+        or with these arguments.
     """
-    if implementation is None:
-        return "xla"
-    if implementation not in IMPLEMENTATIONS:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation=} must be None or one of {', '.join(IMPLEMENTATIONS)}")
-    if implementation not in available:
-        raise NotImplementedError(
-            f"{operation} has no {implementation!r} implementation; use one of {', '.join(available)}, "
-            "or None to let the library choose"
-        )
-    return implementation
+    if implementation == "mosaic_gpu" and mosaic_gpu is not None:
+        reason = unsupported or why_no_kernels()
+        if reason is not None:
+            raise NotImplementedError(f"{operation} cannot run its 'mosaic_gpu' implementation: {reason}")
+        return mosaic_gpu(*args)
+    if implementation is not None:
+        if implementation not in others:
+            names = ", ".join([*others, *(["mosaic_gpu"] if mosaic_gpu else [])])
+            raise NotImplementedError(
+                f"{operation} has no {implementation!r} implementation; use one of {names}, "
+                "or None to let the library choose"
+            )
+        return others[implementation](*args)
+    if mosaic_gpu is None or unsupported is not None or why_no_kernels() is not None:
+        if mosaic_gpu is not None and _gpus():
+            _say_once(operation, unsupported or why_no_kernels() or "")
+        return others["xla"](*args)
+    return lax.platform_dependent(*args, cuda=mosaic_gpu, default=others["xla"])
+
+
+def why_no_kernels() -> str | None:
+    """Why this process cannot run the Mosaic GPU kernels at all, or None if it can."""
+    gpus = _gpus()
+    if not gpus:
+        return "JAX sees no CUDA device"
+    versions = sorted({str(getattr(gpu, "compute_capability", "unknown")) for gpu in gpus})
+    if any(version.split(".")[0] != "9" for version in versions):
+        return f"the kernels use wgmma, which compute capability 9.x has; the GPUs here have {', '.join(versions)}"
+    return None
+
+
+@functools.cache
+def _gpus() -> tuple[jax.Device, ...]:
+    try:
+        return tuple(jax.devices("cuda"))
+    except RuntimeError:  # no such platform
+        return ()
+
+
+@functools.cache
+def _say_once(operation: str, reason: str) -> None:
+    logger.warning("%s runs through XLA on this GPU: %s", operation, reason)

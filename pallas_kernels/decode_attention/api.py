@@ -34,5 +34,10 @@ def decode_attention(
     Raises:
       NotImplementedError: the named implementation does not exist for this operation.
     """
-    dispatch.resolve("decode_attention", implementation, available=("reference", "xla"))
-    return reference.decode_attention(q, slots, cis, slot_ids, block_ids, lengths)
+    return dispatch.run(
+        "decode_attention",
+        implementation,
+        (q, slots, cis, slot_ids, block_ids, lengths),
+        reference=reference.decode_attention,
+        xla=reference.decode_attention,
+    )

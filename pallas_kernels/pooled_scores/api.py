@@ -1,5 +1,7 @@
 """Public query-aware block scores."""
 
+from functools import partial
+
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -39,13 +41,9 @@ def pooled_scores(
     Raises:
       NotImplementedError: the named implementation does not exist for this operation.
     """
-    chosen = dispatch.resolve("pooled_scores", implementation, available=("reference", "xla"))
+    score = partial(reference.pooled_scores, n_blocks=n_blocks, block_size=block_size, window=window, stride=stride)
 
-    def score(q_chunk: jax.Array, positions_chunk: jax.Array) -> jax.Array:
-        return reference.pooled_scores(
-            q_chunk, pooled_k, positions_chunk, n_blocks=n_blocks, block_size=block_size, window=window, stride=stride
-        )
+    def in_chunks(q: jax.Array, pooled_k: jax.Array, positions: jax.Array) -> jax.Array:
+        return map_query_chunks(lambda *rows: score(rows[0], pooled_k, rows[1]), (q, positions), QUERY_CHUNK)
 
-    if chosen == "reference":
-        return score(q, positions)
-    return map_query_chunks(score, (q, positions), QUERY_CHUNK)
+    return dispatch.run("pooled_scores", implementation, (q, pooled_k, positions), reference=score, xla=in_chunks)

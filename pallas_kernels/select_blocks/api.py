@@ -1,5 +1,7 @@
 """Public dual block selection."""
 
+from functools import partial
+
 from jaxtyping import Array, Float, Int
 
 from nosa_jax.pallas_kernels import dispatch
@@ -40,7 +42,5 @@ def select_blocks(
     Raises:
       NotImplementedError: the named implementation does not exist for this operation.
     """
-    dispatch.resolve("select_blocks", implementation, available=("reference", "xla"))
-    return reference.select_blocks(
-        score_q, score_e, positions, block_size=block_size, sink=sink, local=local, query=query, evict=evict
-    )
+    select = partial(reference.select_blocks, block_size=block_size, sink=sink, local=local, query=query, evict=evict)
+    return dispatch.run("select_blocks", implementation, (score_q, score_e, positions), reference=select, xla=select)

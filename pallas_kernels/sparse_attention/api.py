@@ -1,5 +1,8 @@
 """Public attention of many queries over selected blocks, or over everything."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -37,12 +40,21 @@ def sparse_attention(
     Raises:
       NotImplementedError: the named implementation does not exist for this operation.
     """
-    chosen = dispatch.resolve("sparse_attention", implementation, available=("reference", "xla"))
-    if chosen == "reference":
+
+    def by_reference(
+        q: jax.Array, k: jax.Array, v: jax.Array, cis: jax.Array | None, ids: jax.Array, positions: jax.Array | None
+    ) -> jax.Array:
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
-        return reference.sparse_attention(q, k, v, cis, block_ids, positions, block_size=block_size)
-    return xla.sparse_attention(q, k, v, cis, block_ids, positions, block_size=block_size)
+        return reference.sparse_attention(q, k, v, cis, ids, positions, block_size=block_size)
+
+    return dispatch.run(
+        "sparse_attention",
+        implementation,
+        (q, k, v, cis, block_ids, positions),
+        reference=by_reference,
+        xla=partial(xla.sparse_attention, block_size=block_size),
+    )
 
 
 def dense_attention(
