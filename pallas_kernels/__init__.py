@@ -6,7 +6,7 @@ that chooses between them by `implementation=`.
 """
 
 from nosa_jax.pallas_kernels.decode_attention.api import decode_attention
-from nosa_jax.pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation
+from nosa_jax.pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation, default_implementation
 from nosa_jax.pallas_kernels.pooled_scores.api import pooled_scores
 from nosa_jax.pallas_kernels.pooling.api import pool_blocks, pool_windows
 from nosa_jax.pallas_kernels.select_blocks.api import NO_BLOCK, select_blocks
@@ -17,6 +17,7 @@ __all__ = [
     "NO_BLOCK",
     "Implementation",
     "decode_attention",
+    "default_implementation",
     "dense_attention",
     "pool_blocks",
     "pool_windows",

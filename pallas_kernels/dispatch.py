@@ -4,9 +4,10 @@ A named implementation runs or raises `NotImplementedError` with the reason; `No
 that the program is compiled for.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import jax
@@ -16,6 +17,20 @@ Implementation = Literal["reference", "xla", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 logger = logging.getLogger("nosa_jax")
+
+_preferred = jax.make_user_context(default_value=None)  # part of the key of every jit cache
+
+
+@contextlib.contextmanager
+def default_implementation(implementation: Implementation | None) -> Iterator[None]:
+    """Run what is called or traced inside this context with the named implementation where a call names none.
+
+    Raises:
+      ValueError: the name is not one of `IMPLEMENTATIONS`.
+    """
+    _check(implementation)
+    with _preferred(implementation):
+        yield
 
 
 def run(
@@ -31,8 +46,9 @@ def run(
 
     Args:
       operation: its name, for messages.
-      implementation: the name asked for, or None: the Mosaic GPU kernel where the program is compiled for a GPU that
-        has it and the shapes allow it, otherwise "xla".
+      implementation: the name asked for. None stands for the one of the surrounding `default_implementation`; without
+        that, for the Mosaic GPU kernel where the program is compiled for a GPU that has it and the shapes allow it,
+        and otherwise for "xla".
       args: arrays, or None in their place.
       mosaic_gpu: the kernel, if there is one.
       unsupported: why the kernel does not take these shapes or dtypes; None when it does.
@@ -43,8 +59,9 @@ def run(
       NotImplementedError: the operation does not have the named implementation, or it does not run on this machine
         or with these arguments.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{implementation=} must be None or one of {', '.join(IMPLEMENTATIONS)}")
+    _check(implementation)
+    if implementation is None:
+        implementation = _preferred.value
     if implementation == "mosaic_gpu" and mosaic_gpu is not None:
         reason = unsupported or why_no_kernels()
         if reason is not None:
@@ -63,6 +80,11 @@ def run(
             _say_once(operation, unsupported or why_no_kernels() or "")
         return others["xla"](*args)
     return lax.platform_dependent(*args, cuda=mosaic_gpu, default=others["xla"])
+
+
+def _check(implementation: str | None) -> None:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{implementation=} must be None or one of {', '.join(IMPLEMENTATIONS)}")
 
 
 def why_no_kernels() -> str | None:

@@ -1,9 +1,17 @@
 """The contract of `implementation=`: a named one runs or says why not, None always works."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from nosa_jax.pallas_kernels import decode_attention, pooled_scores, select_blocks, sparse_attention
+from nosa_jax.pallas_kernels import (
+    decode_attention,
+    default_implementation,
+    dispatch,
+    pooled_scores,
+    select_blocks,
+    sparse_attention,
+)
 
 X, POSITIONS = jnp.ones((1, 4, 1, 2)), jnp.arange(4)[None]
 SCORES, IDS = jnp.zeros((1, 4, 1, 2)), jnp.zeros((1, 4, 1, 1), int)
@@ -28,11 +36,49 @@ def test_none_and_every_available_name_run(operation):
 
 
 @pytest.mark.parametrize("operation", CALLS)
-def test_unavailable_names_say_what_is_available(operation):
-    with pytest.raises(NotImplementedError, match=rf"{operation} has no 'mosaic_gpu'.*reference, xla"):
+def test_unavailable_names_say_why(operation):
+    with pytest.raises(NotImplementedError, match=rf"{operation}.*'mosaic_gpu'.*(reference, xla|CUDA|float32)"):
         CALLS[operation]("mosaic_gpu")
 
 
 def test_unknown_names_are_refused():
     with pytest.raises((ValueError, TypeError), match="triton"):
         CALLS["select_blocks"]("triton")
+
+
+def test_a_surrounding_default_counts_where_no_name_is_given():
+    """Also for a function that was compiled before with another default."""
+    traced = []
+
+    @jax.jit
+    def both(x):
+        run = lambda name: dispatch.run(  # noqa: E731
+            "op",
+            name,
+            (x,),
+            xla=lambda x: traced.append("xla") or x,
+            reference=lambda x: traced.append("reference") or x,
+        )
+        return run(None), run("xla")
+
+    both(X)
+    with default_implementation("reference"):
+        both(X)
+    both(X)
+    assert traced == ["xla", "xla", "reference", "xla"]
+    with pytest.raises((ValueError, TypeError), match="triton"), default_implementation("triton"):
+        pass
+
+
+def test_programs_for_another_platform_get_what_runs_there(monkeypatch):
+    """J4: with a GPU in the machine, a program whose arrays are on the CPU takes the implementation of the CPU."""
+    monkeypatch.setattr(dispatch, "why_no_kernels", lambda: None)
+
+    @jax.jit
+    def call(x):
+        return dispatch.run("op", None, (x, None), xla=lambda x, _: x + 1, mosaic_gpu=lambda x, _: x + 2)
+
+    assert call(jnp.zeros(())) == 1
+    lowered = call.trace(jnp.zeros(())).lower(lowering_platforms=("cuda",)).as_text()
+    assert "2.000" in lowered
+    assert "1.000" not in lowered
