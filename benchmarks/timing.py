@@ -1,0 +1,59 @@
+"""How long a function takes on the device, without the host's part in it."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def loop(call: Callable[[Any, Any], Any], repeats: int) -> Callable[[Any, Sequence[Any]], Any]:
+    """A jitted function that calls `call(carry, inputs)` `repeats` times for every one of several inputs in turn.
+
+    Calls depend on each other through the carry, so they run one after the other without a word from the host, and
+    take turns over inputs that together are larger than the caches.
+    """
+
+    def body(_: Any, state: Any) -> Any:
+        carry, inputs = state
+        for one in inputs:
+            carry = call(carry, one)
+        return carry, inputs
+
+    return jax.jit(lambda carry, inputs: jax.lax.fori_loop(0, repeats, body, (carry, inputs))[0])
+
+
+def seconds_per_call(
+    contenders: dict[str, tuple[Callable[[Any, Any], Any], Any, Sequence[Any]]], *, repeats: int, rounds: int = 7
+) -> dict[str, float]:
+    """Median seconds of one call of each contender, measured in turns within one run.
+
+    contenders: name -> (call, first carry, inputs); see `loop`. An input set is used `repeats` times per measurement.
+    """
+    compiled = {name: (loop(call, repeats), carry, inputs) for name, (call, carry, inputs) in contenders.items()}
+    for run, carry, inputs in compiled.values():
+        jax.block_until_ready(run(carry, inputs))
+    taken: dict[str, list[float]] = {name: [] for name in compiled}
+    for _ in range(rounds):
+        for name, (run, carry, inputs) in compiled.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(carry, inputs))
+            taken[name].append((time.perf_counter() - start) / repeats / len(inputs))
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def memory_bandwidth(gigabytes: float = 4.0) -> float:
+    """Bytes per second that this device reads when it does nothing else: the sum of a large array."""
+    x = jnp.ones(int(gigabytes * 1e9 / 2), jnp.bfloat16)
+    taken = seconds_per_call({"sum": (lambda c, x: c + (x + c.astype(x.dtype)).sum(), jnp.zeros(()), [x])}, repeats=3)
+    return x.nbytes / taken["sum"]
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """Floating-point operations per second of a large bfloat16 matrix product on random data."""
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16) / size**0.5
+    taken = seconds_per_call({"product": (lambda c, b: c @ b, a, [b])}, repeats=8)
+    return 2 * size**3 / taken["product"]
