@@ -6,11 +6,12 @@ that chooses between them by `implementation=`.
 """
 
 from nosa_jax.pallas_kernels.decode_attention.api import decode_attention
+from nosa_jax.pallas_kernels.dense_attention.api import dense_attention
 from nosa_jax.pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation, default_implementation
 from nosa_jax.pallas_kernels.pooled_scores.api import pooled_scores
 from nosa_jax.pallas_kernels.pooling.api import pool_blocks, pool_windows
 from nosa_jax.pallas_kernels.select_blocks.api import NO_BLOCK, select_blocks
-from nosa_jax.pallas_kernels.sparse_attention.api import dense_attention, sparse_attention
+from nosa_jax.pallas_kernels.sparse_attention.api import sparse_attention
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 
-Implementation = Literal["reference", "xla", "mosaic_gpu"]
+Implementation = Literal["reference", "xla", "mosaic_gpu", "library"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 logger = logging.getLogger("nosa_jax")
@@ -39,6 +39,7 @@ def run(
     args: tuple[Any, ...],
     *,
     mosaic_gpu: Callable[..., Any] | None = None,
+    library: Callable[..., Any] | None = None,
     unsupported: str | None = None,
     **others: Callable[..., Any],
 ) -> Any:
@@ -46,12 +47,13 @@ def run(
 
     Args:
       operation: its name, for messages.
-      implementation: the name asked for. None stands for the one of the surrounding `default_implementation`; without
-        that, for the Mosaic GPU kernel where the program is compiled for a GPU that has it and the shapes allow it,
-        and otherwise for "xla".
+      implementation: the name asked for. None stands for the one of the surrounding `default_implementation` if the
+        operation has it; otherwise for the GPU's own, where the program is compiled for a GPU that can run it and the
+        shapes allow it; otherwise for "xla".
       args: arrays, or None in their place.
-      mosaic_gpu: the kernel, if there is one.
-      unsupported: why the kernel does not take these shapes or dtypes; None when it does.
+      mosaic_gpu, library: the GPU's own implementation, if there is one: a kernel of this package, or another
+        library's.
+      unsupported: why that one does not take these shapes or dtypes; None when it does.
       others: the implementations that run anywhere, by name; "xla" is among them.
 
     Raises:
@@ -60,26 +62,28 @@ def run(
         or with these arguments.
     """
     _check(implementation)
-    if implementation is None:
+    own, on_gpu = ("mosaic_gpu", mosaic_gpu) if mosaic_gpu is not None else ("library", library)
+    names = [*others, *([own] if on_gpu is not None else [])]
+    if implementation is None and _preferred.value in names:
         implementation = _preferred.value
-    if implementation == "mosaic_gpu" and mosaic_gpu is not None:
-        reason = unsupported or why_no_kernels()
-        if reason is not None:
-            raise NotImplementedError(f"{operation} cannot run its 'mosaic_gpu' implementation: {reason}")
-        return mosaic_gpu(*args)
-    if implementation is not None:
-        if implementation not in others:
-            names = ", ".join([*others, *(["mosaic_gpu"] if mosaic_gpu else [])])
-            raise NotImplementedError(
-                f"{operation} has no {implementation!r} implementation; use one of {names}, "
-                "or None to let the library choose"
-            )
+    if implementation is not None and implementation not in names:
+        raise NotImplementedError(
+            f"{operation} has no {implementation!r} implementation; use one of {', '.join(names)}, "
+            "or None to let the library choose"
+        )
+    if implementation in others:
         return others[implementation](*args)
-    if mosaic_gpu is None or unsupported is not None or why_no_kernels() is not None:
-        if mosaic_gpu is not None and _gpus():
-            _say_once(operation, unsupported or why_no_kernels() or "")
+    reason = unsupported or (why_no_kernels() if own == "mosaic_gpu" else why_no_gpu())
+    if implementation is None and (on_gpu is None or reason is not None):
+        if on_gpu is not None and _gpus():
+            _say_once(operation, reason or "")
         return others["xla"](*args)
-    return lax.platform_dependent(*args, cuda=mosaic_gpu, default=others["xla"])
+    assert on_gpu is not None
+    if implementation is None:
+        return lax.platform_dependent(*args, cuda=on_gpu, default=others["xla"])
+    if reason is not None:
+        raise NotImplementedError(f"{operation} cannot run its {own!r} implementation: {reason}")
+    return on_gpu(*args)
 
 
 def _check(implementation: str | None) -> None:
@@ -91,11 +95,16 @@ def why_no_kernels() -> str | None:
     """Why this process cannot run the Mosaic GPU kernels at all, or None if it can."""
     gpus = _gpus()
     if not gpus:
-        return "JAX sees no CUDA device"
+        return why_no_gpu()
     versions = sorted({str(getattr(gpu, "compute_capability", "unknown")) for gpu in gpus})
     if any(version.split(".")[0] != "9" for version in versions):
         return f"the kernels use wgmma, which compute capability 9.x has; the GPUs here have {', '.join(versions)}"
     return None
+
+
+def why_no_gpu() -> str | None:
+    """Why this process cannot run what needs any CUDA device, or None if it can."""
+    return None if _gpus() else "JAX sees no CUDA device"
 
 
 @functools.cache

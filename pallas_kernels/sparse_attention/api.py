@@ -55,16 +55,3 @@ def sparse_attention(
         reference=by_reference,
         xla=partial(xla.sparse_attention, block_size=block_size),
     )
-
-
-def dense_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    positions: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T N H"]:
-    """Causal attention over every token up to each query's position; memory as `sparse_attention`'s "xla".
-
-    Args and result as for `sparse_attention`, without selection and bias.
-    """
-    return xla.sparse_attention(q, k, v, None, None, positions, block_size=1)

@@ -7,6 +7,7 @@ import pytest
 from nosa_jax.pallas_kernels import (
     decode_attention,
     default_implementation,
+    dense_attention,
     dispatch,
     pooled_scores,
     select_blocks,
@@ -26,18 +27,19 @@ CALLS = {
     "decode_attention": lambda name: decode_attention(
         X[:, 0], jnp.ones((1, 1, 3, 2, 2, 2)), None, IDS[:, 0], IDS[:, 0], jnp.array([2]), implementation=name
     ),
+    "dense_attention": lambda name: dense_attention(X, X, X, implementation=name),
 }
 
 
 @pytest.mark.parametrize("operation", CALLS)
 def test_none_and_every_available_name_run(operation):
-    for name in (None, "reference", "xla"):
+    for name in (None, "xla") if operation == "dense_attention" else (None, "reference", "xla"):
         CALLS[operation](name)
 
 
 @pytest.mark.parametrize("operation", CALLS)
 def test_unavailable_names_say_why(operation):
-    with pytest.raises(NotImplementedError, match=rf"{operation}.*'mosaic_gpu'.*(reference, xla|CUDA|float32)"):
+    with pytest.raises(NotImplementedError, match=rf"{operation}.*'mosaic_gpu'.*(xla|CUDA|float32)"):
         CALLS[operation]("mosaic_gpu")
 
 

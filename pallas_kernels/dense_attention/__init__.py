@@ -1,0 +1,1 @@
+"""Causal attention over everything: what the sparse operation is compared with."""
