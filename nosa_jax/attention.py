@@ -1,5 +1,7 @@
 """The attention of one layer over a whole sequence, for training and prefill."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -8,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.eviction import ranking_scores
 from nosa_jax.pallas_kernels import dense_attention, sparse_attention
+from nosa_jax.parallel import over_batch
 from nosa_jax.selection import pooled_keys, pooled_ranking, select
 
 BLOCK_IDS = "block_ids"  # name under which a rematerialisation policy can keep the selection
@@ -32,20 +35,21 @@ def sequence_attention(
     Returns: the attention output in the dtype of q, and the selected block ids (None for "dense").
     """
     if attention == "dense":
-        return dense_attention(q, k, v), None
-    positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
-    frozen_k, frozen_cis = jax.lax.stop_gradient((k, cis))
-    block_ids = checkpoint_name(
-        select(
+        return over_batch(dense_attention, q, k, v), None
+    frozen_q, frozen_k, frozen_cis = jax.lax.stop_gradient((q, k, cis))
+
+    def choose(q: jax.Array, k: jax.Array, cis: jax.Array) -> jax.Array:
+        return select(
             q,
-            pooled_keys(frozen_k, config),
-            pooled_ranking(ranking_scores(frozen_cis, config.eviction), config),
-            positions,
+            pooled_keys(k, config),
+            pooled_ranking(ranking_scores(cis, config.eviction), config),
+            jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2]),
             config=config,
             attention=attention,
             n_blocks=config.num_blocks(q.shape[1]),
-        ),
-        BLOCK_IDS,
-    )
+        )
+
+    block_ids = checkpoint_name(over_batch(choose, frozen_q, frozen_k, frozen_cis), BLOCK_IDS)
     bias = cis if config.uses_eviction_head(attention) else None
-    return sparse_attention(q, k, v, bias, block_ids, block_size=config.block_size), block_ids
+    attend = partial(sparse_attention, block_size=config.block_size)
+    return over_batch(attend, q, k, v, bias, block_ids), block_ids

@@ -151,7 +151,7 @@ class _Run:
             setup.skeleton, setup.optimizer, setup.schedule, phase.attention, setup.mesh, layout=config.parameters,
             accumulate=config.optimizer.accumulate, remat=setup.remat(phase.seq_len),
         )  # fmt: skip
-        eval_step = make_eval_step(setup.skeleton, phase.attention)
+        eval_step = make_eval_step(setup.skeleton, phase.attention, setup.mesh)
         windows = PackedWindows(setup.corpus.train, phase.seq_len, pad)
         held_out = PackedWindows(setup.corpus.validation, phase.seq_len, pad)
         tokens = phase.seq_len * phase.batch

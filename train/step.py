@@ -1,6 +1,7 @@
 """The state of a training run and the jitted functions that advance and evaluate it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, use_abstract_mesh
 
 from nosa_jax.checkpoint import Params, Skeleton, split_model
 from nosa_jax.config import AttentionKind, NosaConfig
@@ -124,7 +125,8 @@ def make_train_step(
     """
 
     def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
-        loss, grads = loss_and_gradients(skeleton, state, batch, attention, accumulate=accumulate, remat=remat)
+        with use_abstract_mesh(mesh.abstract_mesh):
+            loss, grads = loss_and_gradients(skeleton, state, batch, attention, accumulate=accumulate, remat=remat)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, state.frozen, opt_state, state.key)
@@ -147,12 +149,16 @@ def _all_finite(tree: Any) -> Array:
 
 
 def make_eval_step(
-    skeleton: Skeleton, attention: AttentionKind
+    skeleton: Skeleton, attention: AttentionKind, mesh: Mesh | None = None
 ) -> Callable[[Params, dict[str, Array]], tuple[Array, Array]]:
-    """A jitted function (all parameters, batch) -> (sum of losses, number of targets)."""
+    """A jitted function (all parameters, batch) -> (sum of losses, number of targets).
+
+    mesh: whose devices the batch is split over; None for one device.
+    """
 
     def evaluate(params: Params, batch: dict[str, Array]) -> tuple[Array, Array]:
-        return next_token_loss(skeleton.merge(params), batch["tokens"], batch["mask"], attention, remat=False)
+        with nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
+            return next_token_loss(skeleton.merge(params), batch["tokens"], batch["mask"], attention, remat=False)
 
     return jax.jit(evaluate)
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from nosa_jax import NosaConfig
 from nosa_jax.checkpoint import abstract_model, make_meta
+from nosa_jax.parallel import DATA_AXIS
 from nosa_jax.train import CheckpointStore, Optimizer, make_train_step
 from nosa_jax.train.optimizer import learning_rate, make_optimizer
-from nosa_jax.train.sharding import AXIS, make_mesh, tree_shardings
+from nosa_jax.train.sharding import make_mesh, tree_shardings
 from nosa_jax.train.step import init_state, place_batch
 
 
@@ -42,8 +43,8 @@ def main() -> None:
             losses[name].append(float(metrics["loss"]))
         final[name] = jax.device_get(state)
         if name == "8 fsdp":
-            results["split"] = sum(AXIS in p.sharding.spec for p in state.params.values())
-            results["split_moments"] = sum(AXIS in p.sharding.spec for p in state.opt_state[1][0].mu.values())
+            results["split"] = sum(DATA_AXIS in p.sharding.spec for p in state.params.values())
+            results["split_moments"] = sum(DATA_AXIS in p.sharding.spec for p in state.opt_state[1][0].mu.values())
             with CheckpointStore(folder) as store:
                 store.save(state, make_meta(config, None))
     results["losses"] = losses
