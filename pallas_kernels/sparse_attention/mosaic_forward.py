@@ -1,0 +1,230 @@
+"""Forward kernel: a tile of neighbouring queries walks the union of their selected blocks once."""
+
+from functools import partial
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling, matrix_transforms
+from nosa_jax.pallas_kernels.sparse_attention.unions import TileUnions
+
+ROW = plgpu.Layout.WGMMA.reduce(1)  # one value per row of a wgmma result
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+LOWEST = -1e30  # running maximum of a row that has seen nothing: finite, so that no inf - inf appears
+
+
+def member_rows(tiling: Tiling, warpgroup: jax.Array) -> jax.Array:
+    """[64] int32 per row of a warpgroup: the bit that stands for the row's query in a union list's entry."""
+    token = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) >> (tiling.padded_group.bit_length() - 1)
+    return lax.shift_left(jnp.full_like(token, 1), token + warpgroup * tiling.unit_tokens)
+
+
+def multiply_into(acc: jax.Array, left: jax.Array, right, scratch) -> jax.Array:
+    """acc + left @ right, with `left` in registers.
+
+    `scratch` is None on the GPU. The interpreter takes the left operand from shared memory only, and no initialised
+    accumulators: there it is a buffer that `left` passes through.
+    """
+    if scratch is None:
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.ACC.init(acc))
+    scratch[...] = left
+    plgpu.commit_smem()
+
+    def product(ref):
+        plgpu.wgmma(ref, scratch, right)
+        return ref[...]
+
+    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def multiply(left, right) -> jax.Array:
+    """left @ right.T of two shared-memory matrices, in float32 registers."""
+
+    def product(ref):
+        plgpu.wgmma(ref, left, right.transpose((1, 0)))
+        return ref[...]
+
+    return pl.run_scoped(product, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
+
+
+def list_parts(listed: int) -> list[pl.Slice]:
+    """The pieces in which a union list is copied: one copy moves at most 256 elements of a dimension."""
+    return [pl.ds(start, min(256, listed - start)) for start in range(0, listed, 256)]
+
+
+def _body(
+    q_ref, k_ref, v_ref, cis_ref, ids_ref, bits_ref, count_ref, limit_ref, first_ref, out_ref, lse_ref, scoped,
+    *, tiling: Tiling, stages: int, scale: float, has_cis: bool,
+):  # fmt: skip
+    """One program; the refs' shapes are those of `forward`."""
+    q_smem, k_smem, v_smem, cis_smem, p_smem, ids_smem, bits_smem, limit_smem, lse_smem = scoped[:9]
+    k_full, v_full, k_free, v_free, q_full, list_full = scoped[9:]
+    row, tiles = lax.axis_index("row"), lax.axis_size("tile")
+    tile = tiles - 1 - lax.axis_index("tile")  # late tiles have the longest lists: first
+    wg = lax.axis_index("wg")
+    listed = row * tiles + tile
+    steps = count_ref[listed] * tiling.substeps
+    keys_per_row = k_ref.shape[0] // lax.axis_size("row")
+    step, head_dim = tiling.step, tiling.head_dim
+
+    @pl.when(wg < tiling.warpgroups)
+    def _consumer():
+        plgpu.set_max_registers(232 if tiling.warpgroups == 2 else 160, action="increase")
+        q_mine, limit_mine, lse_mine = q_smem.at[wg], limit_smem.at[wg], lse_smem.at[wg]
+        p_mine = None if p_smem is None else p_smem.at[wg]
+        my_rows = pl.ds(listed * tiling.rows + wg * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(q_ref.at[my_rows], q_mine, q_full.at[wg])
+        plgpu.copy_gmem_to_smem(limit_ref.at[my_rows], limit_mine, q_full.at[wg])
+        plgpu.barrier_wait(list_full)
+        plgpu.barrier_wait(q_full.at[wg])
+        first_limit = first_ref[listed * tiling.warpgroups + wg]
+        limit = plgpu.load(limit_mine, layout=ROW)
+        row_bit = member_rows(tiling, wg)
+        unit_bits = lax.shift_left(jnp.int32(2**tiling.unit_tokens - 1), wg * tiling.unit_tokens)
+
+        def attend(j, slot, bits, carry):
+            acc, top, total = carry
+            x = multiply(q_mine, k_smem.at[slot]) * (scale * LOG2E)
+            if has_cis:
+                x += lax.broadcast_in_dim(plgpu.load(cis_smem.at[slot, pl.ds(0, step)], layout=COLUMN) * LOG2E, x.shape, [1])
+            plgpu.barrier_arrive(k_free.at[slot])
+            start = ids_smem[lax.div(j, tiling.substeps)] * tiling.block_size + lax.rem(j, tiling.substeps) * step
+
+            def cut(x):
+                key = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.WGMMA)
+                return jnp.where(key + start <= lax.broadcast_in_dim(limit, x.shape, [0]), x, -jnp.inf)
+
+            x = lax.cond(start + (step - 1) > first_limit, cut, lambda x: x, x)
+            member = (row_bit & bits) != 0
+            new_top = jnp.maximum(top, jnp.where(member, x.max(axis=1), LOWEST))
+            alpha = jnp.exp2(top - new_top)
+            p = jnp.exp2(x - lax.broadcast_in_dim(jnp.where(member, new_top, -LOWEST), x.shape, [0]))
+            total = total * alpha + p.sum(axis=1)
+            acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
+            p16 = p.astype(q_smem.dtype)
+            plgpu.barrier_wait(v_full.at[slot])
+            acc = multiply_into(acc, p16, v_smem.at[slot], p_mine)
+            plgpu.barrier_arrive(v_free.at[slot])
+            return acc, new_top, total
+
+        def skip(j, slot, bits, carry):
+            plgpu.barrier_arrive(k_free.at[slot])
+            plgpu.barrier_wait(v_full.at[slot])
+            plgpu.barrier_arrive(v_free.at[slot])
+            return carry
+
+        def step_loop(j, carry):
+            slot = lax.rem(j, jnp.int32(stages))
+            bits = bits_smem[lax.div(j, tiling.substeps)] & unit_bits
+            plgpu.barrier_wait(k_full.at[slot])
+            return lax.cond(bits != 0, partial(attend, j, slot, bits), partial(skip, j, slot, bits), carry)
+
+        acc = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+        top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW)
+        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
+        acc, top, total = lax.fori_loop(0, steps, step_loop, (acc, top, total))
+
+        seen = total > 0
+        inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
+        q_mine[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q_smem.dtype)
+        lse_mine[...] = jnp.where(seen, (top + jnp.log2(jnp.where(seen, total, 1.0))) / LOG2E, -jnp.inf)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_mine, out_ref.at[my_rows])
+        plgpu.copy_smem_to_gmem(lse_mine, lse_ref.at[my_rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == tiling.warpgroups)
+    def _producer():
+        plgpu.set_max_registers(40 if tiling.warpgroups == 2 else 32, action="decrease")
+        for part in list_parts(ids_smem.shape[0]):
+            plgpu.copy_gmem_to_smem(ids_ref.at[listed, part], ids_smem.at[part], list_full)
+            plgpu.copy_gmem_to_smem(bits_ref.at[listed, part], bits_smem.at[part], list_full)
+        plgpu.barrier_wait(list_full)
+
+        @pl.loop(0, steps)
+        def _fetch(j):
+            slot = lax.rem(j, jnp.int32(stages))
+            start = ids_smem[lax.div(j, tiling.substeps)] * tiling.block_size + lax.rem(j, tiling.substeps) * step
+            keys = pl.ds(row * keys_per_row + start, step)
+
+            @pl.when(j >= stages)
+            def _wait_for_keys():
+                plgpu.barrier_wait(k_free.at[slot])
+
+            plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_full.at[slot])
+            if has_cis:
+                plgpu.copy_gmem_to_smem(cis_ref.at[keys], cis_smem.at[slot, pl.ds(0, step)], k_full.at[slot])
+
+            @pl.when(j >= stages)
+            def _wait_for_values():
+                plgpu.barrier_wait(v_free.at[slot])
+
+            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_full.at[slot])
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cis: jax.Array | None,
+    unions: TileUnions,
+    limits: jax.Array,
+    tiling: Tiling,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of R = batch * KV heads rows of tiles.
+
+    Args:
+      q: [R * tiles * tile rows, H], the rows of a tile together. k, v: [R * padded keys, H], finite everywhere.
+      cis: [R * padded keys] float32 or None.
+      unions: per row and tile. limits: [R * tiles * tile rows] int32, the last key position that a row may see.
+
+    Returns: the output in the layout and dtype of q, and the natural log of the sum of exponentials per row, float32,
+      -inf where nothing is visible (the output is 0 there).
+    """
+    n_rows, tiles, listed = unions.ids.shape
+    stages = tiling.forward_stages(listed)
+    wgs, step, head_dim = tiling.warpgroups, tiling.step, tiling.head_dim
+    first = limits.reshape(-1, ROWS).min(axis=1)
+    has_cis = cis is not None
+    matrices = matrix_transforms(step, head_dim)
+
+    def entry(*refs):
+        kernel = partial(_body, tiling=tiling, stages=stages, scale=head_dim**-0.5, has_cis=has_cis)
+        refs = refs if has_cis else (*refs[:3], None, *refs[3:])
+        pl.run_scoped(
+            lambda *scoped: kernel(*refs, scoped),
+            plgpu.SMEM((wgs, ROWS, head_dim), q.dtype, transforms=matrices),
+            plgpu.SMEM((stages, step, head_dim), q.dtype, transforms=matrices),
+            plgpu.SMEM((stages, step, head_dim), q.dtype, transforms=matrices),
+            plgpu.SMEM((stages, tiling.padded_step), jnp.float32) if has_cis else None,
+            plgpu.SMEM((wgs, ROWS, step), q.dtype) if interpret is not None else None,
+            plgpu.SMEM((listed,), jnp.int32),
+            plgpu.SMEM((listed,), jnp.int32),
+            plgpu.SMEM((wgs, ROWS), jnp.int32),
+            plgpu.SMEM((wgs, ROWS), jnp.float32),
+            plgpu.Barrier(num_arrivals=1 + has_cis, num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=wgs),
+            plgpu.Barrier(num_arrivals=2 * len(list_parts(listed))),
+            collective_axes="wg",
+        )
+
+    kernel = plgpu.kernel(
+        entry,
+        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:1], jnp.float32)),
+        grid=(n_rows, tiles),
+        grid_names=("row", "tile"),
+        num_threads=wgs + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=interpret is None),
+        interpret=interpret,
+    )
+    ids, bits = (x.reshape(n_rows * tiles, listed) for x in (unions.ids, unions.bits))
+    tensors = (q, k, v, cis) if has_cis else (q, k, v)
+    return kernel(*tensors, ids, bits, unions.count.reshape(-1), limits, first)

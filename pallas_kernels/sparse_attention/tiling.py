@@ -1,0 +1,88 @@
+"""How the GPU kernels cut queries, keys and shared memory into tiles."""
+
+import math
+from dataclasses import dataclass
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+ROWS = 64  # query rows of a warpgroup: the M of one wgmma
+LOG2E = math.log2(math.e)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+SHARED_MEMORY = 224 * 1024  # bytes of a Hopper SM that one program may take, less room for barriers
+MAX_LISTED = 4096  # blocks in a union list: 32 KiB of shared memory for ids and bits
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Static sizes of the kernels.
+
+    A row is one query head of one token; the `padded_group` rows of a token are neighbours. `warpgroups` consumers of
+    64 rows share the stream of keys and values, so a tile is `tokens` queries. `step` keys are handled at a time.
+    """
+
+    head_dim: int
+    block_size: int
+    group: int
+    padded_group: int
+    warpgroups: int
+    step: int
+
+    @classmethod
+    def choose(cls, head_dim: int, block_size: int, group: int, warpgroups: int = 2) -> "Tiling":
+        """Groups are padded to a power of two, and to 4 so that a tile's queries fit the 32 bits of a list entry."""
+        padded = max(4, 1 << (group - 1).bit_length())
+        step = max(s for s in range(16, 65, 16) if block_size % s == 0)
+        return cls(head_dim, block_size, group, padded, warpgroups, step)
+
+    @property
+    def tokens(self) -> int:
+        """Queries of a tile."""
+        return self.warpgroups * self.unit_tokens
+
+    @property
+    def unit_tokens(self) -> int:
+        """Queries of one warpgroup."""
+        return ROWS // self.padded_group
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.warpgroups * ROWS
+
+    @property
+    def substeps(self) -> int:
+        """Steps per block."""
+        return self.block_size // self.step
+
+    @property
+    def padded_step(self) -> int:
+        """Biases of a step, padded so that each stage starts at a multiple of the 128 bytes that copies ask for."""
+        return -(-self.step // 32) * 32
+
+    def forward_stages(self, listed: int) -> int:
+        """Blocks of keys and values that fit in shared memory beside the queries and the lists."""
+        fixed = self.rows * (self.head_dim * 2 + 8) + listed * 8
+        stage = self.step * self.head_dim * 4 + self.padded_step * 4
+        return min(4, (SHARED_MEMORY - fixed) // stage)
+
+
+def matrix_transforms(rows: int, columns: int) -> tuple:
+    """Tiling and swizzle of a 16-bit matrix in shared memory; wgmma contracts either dimension in whole tiles."""
+    swizzle = plgpu.find_swizzle(math.gcd(rows, columns) * 16)
+    return (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+
+
+def unsupported(q_dtype, k_dtype, v_dtype, head_dim: int, group: int, block_size: int, listed: int) -> str | None:
+    """Why the kernels do not take these inputs, or None."""
+    if q_dtype not in (jnp.bfloat16, jnp.float16) or k_dtype != q_dtype or v_dtype != q_dtype:
+        return f"q, k and v must share bfloat16 or float16, and are {q_dtype}, {k_dtype}, {v_dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if group > ROWS:
+        return f"{group} query heads per KV head exceed {ROWS}"
+    if block_size % 16 or not 16 <= block_size <= 256:
+        return f"block_size={block_size} is not a multiple of 16 up to 256"
+    if listed > MAX_LISTED:
+        return f"neighbouring queries can select up to {listed} blocks together; the limit is {MAX_LISTED}"
+    return None
