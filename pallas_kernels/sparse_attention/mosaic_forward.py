@@ -8,51 +8,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
+    COLUMN,
+    LOWEST,
+    ROW,
+    along_columns,
+    along_rows,
+    list_parts,
+    member_bits,
+    multiply,
+    multiply_into,
+    unit_bits,
+)
 from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling, matrix_transforms
 from nosa_jax.pallas_kernels.sparse_attention.unions import TileUnions
-
-ROW = plgpu.Layout.WGMMA.reduce(1)  # one value per row of a wgmma result
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-LOWEST = -1e30  # running maximum of a row that has seen nothing: finite, so that no inf - inf appears
-
-
-def member_rows(tiling: Tiling, warpgroup: jax.Array) -> jax.Array:
-    """[64] int32 per row of a warpgroup: the bit that stands for the row's query in a union list's entry."""
-    token = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) >> (tiling.padded_group.bit_length() - 1)
-    return lax.shift_left(jnp.full_like(token, 1), token + warpgroup * tiling.unit_tokens)
-
-
-def multiply_into(acc: jax.Array, left: jax.Array, right, scratch) -> jax.Array:
-    """acc + left @ right, with `left` in registers.
-
-    `scratch` is None on the GPU. The interpreter takes the left operand from shared memory only, and no initialised
-    accumulators: there it is a buffer that `left` passes through.
-    """
-    if scratch is None:
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.ACC.init(acc))
-    scratch[...] = left
-    plgpu.commit_smem()
-
-    def product(ref):
-        plgpu.wgmma(ref, scratch, right)
-        return ref[...]
-
-    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
-
-
-def multiply(left, right) -> jax.Array:
-    """left @ right.T of two shared-memory matrices, in float32 registers."""
-
-    def product(ref):
-        plgpu.wgmma(ref, left, right.transpose((1, 0)))
-        return ref[...]
-
-    return pl.run_scoped(product, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
-
-
-def list_parts(listed: int) -> list[pl.Slice]:
-    """The pieces in which a union list is copied: one copy moves at most 256 elements of a dimension."""
-    return [pl.ds(start, min(256, listed - start)) for start in range(0, listed, 256)]
 
 
 def _body(
@@ -82,28 +51,27 @@ def _body(
         plgpu.barrier_wait(q_full.at[wg])
         first_limit = first_ref[listed * tiling.warpgroups + wg]
         limit = plgpu.load(limit_mine, layout=ROW)
-        row_bit = member_rows(tiling, wg)
-        unit_bits = lax.shift_left(jnp.int32(2**tiling.unit_tokens - 1), wg * tiling.unit_tokens)
+        row_bit, my_bits = member_bits(tiling, wg, ROW), unit_bits(tiling, wg)
 
         def attend(j, slot, bits, carry):
             acc, top, total = carry
             x = multiply(q_mine, k_smem.at[slot]) * (scale * LOG2E)
             if has_cis:
-                x += lax.broadcast_in_dim(plgpu.load(cis_smem.at[slot, pl.ds(0, step)], layout=COLUMN) * LOG2E, x.shape, [1])
+                x += along_columns(plgpu.load(cis_smem.at[slot, pl.ds(0, step)], layout=COLUMN) * LOG2E, x.shape)
             plgpu.barrier_arrive(k_free.at[slot])
             start = ids_smem[lax.div(j, tiling.substeps)] * tiling.block_size + lax.rem(j, tiling.substeps) * step
 
             def cut(x):
                 key = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.WGMMA)
-                return jnp.where(key + start <= lax.broadcast_in_dim(limit, x.shape, [0]), x, -jnp.inf)
+                return jnp.where(key + start <= along_rows(limit, x.shape), x, -jnp.inf)
 
             x = lax.cond(start + (step - 1) > first_limit, cut, lambda x: x, x)
             member = (row_bit & bits) != 0
             new_top = jnp.maximum(top, jnp.where(member, x.max(axis=1), LOWEST))
             alpha = jnp.exp2(top - new_top)
-            p = jnp.exp2(x - lax.broadcast_in_dim(jnp.where(member, new_top, -LOWEST), x.shape, [0]))
+            p = jnp.exp2(x - along_rows(jnp.where(member, new_top, -LOWEST), x.shape))
             total = total * alpha + p.sum(axis=1)
-            acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
+            acc *= along_rows(alpha, acc.shape)
             p16 = p.astype(q_smem.dtype)
             plgpu.barrier_wait(v_full.at[slot])
             acc = multiply_into(acc, p16, v_smem.at[slot], p_mine)
@@ -118,7 +86,7 @@ def _body(
 
         def step_loop(j, carry):
             slot = lax.rem(j, jnp.int32(stages))
-            bits = bits_smem[lax.div(j, tiling.substeps)] & unit_bits
+            bits = bits_smem[lax.div(j, tiling.substeps)] & my_bits
             plgpu.barrier_wait(k_full.at[slot])
             return lax.cond(bits != 0, partial(attend, j, slot, bits), partial(skip, j, slot, bits), carry)
 
@@ -129,7 +97,7 @@ def _body(
 
         seen = total > 0
         inverse = jnp.where(seen, 1.0 / jnp.where(seen, total, 1.0), 0.0)
-        q_mine[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q_smem.dtype)
+        q_mine[...] = (acc * along_rows(inverse, acc.shape)).astype(q_smem.dtype)
         lse_mine[...] = jnp.where(seen, (top + jnp.log2(jnp.where(seen, total, 1.0))) / LOG2E, -jnp.inf)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_mine, out_ref.at[my_rows])

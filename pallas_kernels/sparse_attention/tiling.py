@@ -67,6 +67,26 @@ class Tiling:
         return min(4, (SHARED_MEMORY - fixed) // stage)
 
 
+    def query_gradient_stages(self, listed: int) -> int:
+        """The same for the kernel that also holds the output's cotangents."""
+        fixed = self.rows * (self.head_dim * 4 + 12) + listed * 8
+        stage = self.step * self.head_dim * 4 + self.padded_step * 4
+        return min(4, (SHARED_MEMORY - fixed) // stage)
+
+    def key_gradient_stages(self, keys: int) -> int:
+        """Tiles of queries and cotangents that fit in shared memory beside one block of `keys` keys and values."""
+        stage = self.rows * (self.head_dim * 4 + 12) + 128
+        return min(3, (SHARED_MEMORY - keys * (self.head_dim * 4 + 4)) // stage)
+
+
+def forward_warpgroups(head_dim: int, group: int) -> int:
+    """Three consumers where their accumulators fit in registers and their queries in 32 bits, else two.
+
+    128K tokens, 32 query heads on 2 KV heads, H200: 22.8 ms with three, 25.3 ms with two.
+    """
+    return 3 if head_dim <= 128 and Tiling.choose(head_dim, 16, group, 3).tokens <= 32 else 2
+
+
 def matrix_transforms(rows: int, columns: int) -> tuple:
     """Tiling and swizzle of a 16-bit matrix in shared memory; wgmma contracts either dimension in whole tiles."""
     swizzle = plgpu.find_swizzle(math.gcd(rows, columns) * 16)
