@@ -1,22 +1,35 @@
 """Swaps of KV blocks between device and host memory, as XLA custom calls inside a jitted step.
 
-`HostPool` owns the host pages; `assign_slots`, `swap_in` and `write_pages` are called inside `jax.jit`.
+`HostPool` owns the host pages. `fetch_blocks` and `store_blocks` are what a decode step calls inside `jax.jit`;
+`assign_slots`, `swap_in` and `write_pages` are the single pieces.
 """
 
-from nosa_jax.ffi.handlers import Assignment, TransferList, assign_slots, swap_in, write_pages
+from nosa_jax.ffi.handlers import (
+    Assignment,
+    Fetched,
+    TransferList,
+    assign_slots,
+    fetch_blocks,
+    store_blocks,
+    swap_in,
+    write_pages,
+)
 from nosa_jax.ffi.pool import HostMemoryError, HostPool, PoolClosedError, PoolStats
 from nosa_jax.ffi.registration import has_cuda, status
 
 __all__ = [
     "Assignment",
+    "Fetched",
     "HostMemoryError",
     "HostPool",
     "PoolClosedError",
     "PoolStats",
     "TransferList",
     "assign_slots",
+    "fetch_blocks",
     "has_cuda",
     "status",
+    "store_blocks",
     "swap_in",
     "write_pages",
 ]

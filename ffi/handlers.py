@@ -5,13 +5,13 @@ Handlers are ordered by data flow alone: the cache goes in and comes out (aliase
 happen after a swap takes the cache that came out of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Bool, Int32, Shaped
 
 from nosa_jax.ffi.registration import register
 
@@ -38,6 +38,18 @@ class Assignment(NamedTuple):
     load: TransferList  # n = C; in the order of `wanted`, -1 from `count` on
     hits: Int32[Array, "B K"]
     misses: Int32[Array, "B K"]
+
+
+class Fetched(NamedTuple):
+    """A cache whose slots hold the wanted blocks, and where; arrays as those of `Assignment`."""
+
+    cache: Shaped[Array, "B K S 2 P H"]
+    slot_ids: Int32[Array, "B K C"]
+    slot_block: Int32[Array, "B K S"]
+    last_used: Int32[Array, "B K S"]
+    hits: Int32[Array, "B K"]
+    misses: Int32[Array, "B K"]
+    tail_slot: Int32[Array, "B K"]  # of block `fresh_from`, -1 where it is not wanted
 
 
 def assign_slots(
@@ -135,6 +147,100 @@ def write_pages(
     return _transfer("write_pages", handle, pages, store, page_table, layer, n_layers, n_ctas, keep_if_unused)
 
 
+def fetch_blocks(
+    handle: Int32[Array, "2"] | Int32[np.ndarray, "2"],
+    cache: Shaped[Array, "B K S 2 P H"],
+    wanted: Int32[Array, "B K C"],
+    slot_block: Int32[Array, "B K S"],
+    last_used: Int32[Array, "B K S"],
+    step: Int32[Array, ""],
+    fresh_from: Int32[Array, " B"],
+    page_table: Int32[Array, "B M"],
+    *,
+    layer: int,
+    n_layers: int,
+    n_ctas: int = DEFAULT_CTAS,
+    keep_if_unused: bool = True,
+) -> Fetched:
+    """`assign_slots`, then `swap_in` of what has to be loaded: the same results, in one call.
+
+    On a GPU with thread block clusters (sm_90 on) it is one launch, unless a row has more than 512 slots, so many
+    blocks that a map of them does not fit in 96 KiB, or pages that 16 does not divide; then, and on older ones, two.
+    Arguments and errors are those of the two; M comes from `page_table`.
+    """
+    _check_call("fetch_blocks", layer, n_layers, n_ctas)
+    rows, heads, n_wanted = wanted.shape
+    if slot_block.shape[2] < n_wanted:
+        raise ValueError(
+            f"fetch_blocks: {slot_block.shape[2]} slots cannot hold {n_wanted} wanted blocks; plan at least as many"
+        )
+    per_wanted = jax.ShapeDtypeStruct(wanted.shape, jnp.int32)
+    per_head = jax.ShapeDtypeStruct((rows, heads), jnp.int32)
+    table = jax.ShapeDtypeStruct(slot_block.shape, jnp.int32)
+    load_list = (per_wanted, per_wanted)  # room for the handler's own use
+    call = jax.ffi.ffi_call(
+        "nosa_fetch_blocks",
+        (jax.ShapeDtypeStruct(cache.shape, cache.dtype), per_wanted, table, table, *(per_head,) * 3, *load_list),
+        input_output_aliases={1: 0, 3: 2, 4: 3},
+        has_side_effect=keep_if_unused,
+    )
+    tables = (wanted, slot_block, last_used, step, fresh_from, page_table)
+    args = _guard("fetch_blocks", jnp.asarray(handle), cache, *tables)
+    return Fetched(*call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)[: len(Fetched._fields)])
+
+
+def store_blocks(
+    handle: Int32[Array, "2"] | Int32[np.ndarray, "2"],
+    caches: Sequence[Shaped[Array, "B K S 2 P H"]],
+    slots: Sequence[Int32[Array, "B K"]],
+    block: Int32[Array, " B"],
+    full: Bool[Array, " B"],
+    page_table: Int32[Array, "B M"],
+    *,
+    after: Array,
+    n_ctas: int = DEFAULT_CTAS,
+    keep_if_unused: bool = True,
+) -> tuple[Shaped[Array, "B K S 2 P H"], ...]:
+    """Copy one block of every full row from its slots to its host pages, in all layers; returns the caches, unchanged.
+
+    One call per step takes the place of a `write_pages` per layer: where no row is full, nothing is looked at but
+    `full`. Use the returned caches from here on, as with `write_pages`.
+
+    Args:
+        handle: `HostPool.handle`.
+        caches: the caches of all layers that share the pool, in order.
+        slots: for every layer, the slot that holds the block.
+        block: the block of each row.
+        full: the rows to copy.
+        page_table: as for `swap_in`.
+        after: any array; the call comes after whatever computes it. With the last reader of the caches here, they are
+            updated in place; otherwise a reader that might come later has XLA copy them.
+        n_ctas, keep_if_unused: as for `swap_in`.
+
+    Raises:
+        ValueError: no layers, or another number of slots than of caches.
+        jax.errors.JaxRuntimeError: as for `swap_in`.
+    """
+    if not caches or len(caches) != len(slots):
+        raise ValueError(f"store_blocks: {len(caches)} caches and {len(slots)} arrays of slots; give one per layer")
+    _check_call("store_blocks", 0, len(caches), n_ctas)
+    fixed = (jnp.asarray(handle), block, full, page_table, after)
+    call = jax.ffi.ffi_call(
+        "nosa_store_blocks",
+        tuple(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches),
+        input_output_aliases={len(fixed) + layer: layer for layer in range(len(caches))},
+        has_side_effect=keep_if_unused,
+    )
+    return tuple(call(*_guard("store_blocks", *fixed, *caches, *slots), n_ctas=n_ctas))
+
+
+def _check_call(name: str, layer: int, n_layers: int, n_ctas: int) -> None:
+    if not 0 <= layer < n_layers:
+        raise ValueError(f"{name}: layer={layer} is outside the {n_layers} layers")
+    if not 1 <= n_ctas < 2**16:
+        raise ValueError(f"{name}: n_ctas={n_ctas} is outside 1..65535")
+
+
 def _transfer(
     name: str,
     handle: Any,
@@ -146,10 +252,7 @@ def _transfer(
     n_ctas: int,
     keep_if_unused: bool,
 ) -> Array:
-    if not 0 <= layer < n_layers:
-        raise ValueError(f"{name}: layer={layer} is outside the {n_layers} layers")
-    if not 1 <= n_ctas < 2**16:
-        raise ValueError(f"{name}: n_ctas={n_ctas} is outside 1..65535")
+    _check_call(name, layer, n_layers, n_ctas)
     call = jax.ffi.ffi_call(
         f"nosa_{name}",
         jax.ShapeDtypeStruct(cache.shape, cache.dtype),

@@ -55,13 +55,17 @@ def step(model: FrozenModel, state: DecodeState, tokens: Int[Array, "B"]) -> tup
     next_step = state.step + 1
 
     x = modules.embed(jnp.where(active, tokens, 0)[:, None])
-    layers, counts = [], []
+    layers, tail_slots, counts = [], [], []
     for index, (layer, cache) in enumerate(zip(modules.layers, state.layers, strict=True)):
-        x, cache, count = _layer_step(
+        x, cache, tail_slot, count = _layer_step(
             layer, x, cache, positions, active, next_step, state.page_table, state.handle, index, layout
         )
         layers.append(cache)
+        tail_slots.append(tail_slot)
         counts.append(count)
+    caches = write_full_blocks(
+        layers, tail_slots, state.lengths, active, state.page_table, state.handle, after=x, layout=layout
+    )
     logits = modules.unembed(modules.final_norm(x))[:, 0]
     logits = jnp.where(active[:, None], logits, state.logits)
 
@@ -69,7 +73,7 @@ def step(model: FrozenModel, state: DecodeState, tokens: Int[Array, "B"]) -> tup
     full = last.selected == layout.n_selected
     locality = jnp.where(full, last.kept / jnp.maximum(last.selected, 1), jnp.inf)
     return logits, state.replace(
-        layers=tuple(layers),
+        layers=caches,
         lengths=state.lengths + active,
         logits=logits,
         step=next_step,
@@ -99,11 +103,10 @@ def selected_blocks(
         ids = select(
             q,
             cache.pooled_k,
-            cache.pooled_rank,
+            cache.block_rank,
             lengths[:, None],
             config=config,
             attention=layout.attention,
-            n_blocks=layout.n_blocks,
         )[:, 0]
     return jnp.where(active[:, None, None], ids, NO_BLOCK)
 
@@ -119,7 +122,7 @@ def _layer_step(
     handle: jax.Array,
     index: int,
     layout: CacheLayout,
-) -> tuple[jax.Array, LayerCache, StepCounts]:
+) -> tuple[jax.Array, LayerCache, jax.Array, StepCounts]:
     config: NosaConfig = layout.config
     lengths = positions[:, 0]
     q, k, v, cis = layer.attention.project(layer.attention_norm(x), positions)
@@ -127,11 +130,10 @@ def _layer_step(
     block_ids = selected_blocks(q, cache, lengths, active, layout)
     cache, residency = bring_in(cache, block_ids, lengths, page_table, handle, next_step, layer=index, layout=layout)
 
-    # From here on the slots go through one chain of in-place updates; attention reads the end of it.
-    current = (lengths // config.block_size)[:, None, None]
-    tail_slot = jnp.where(block_ids == current, residency.slot_ids, -1).max(axis=-1)
-    cache = dataclasses.replace(cache, slots=append_tail(cache.slots, k[:, 0], v[:, 0], tail_slot, lengths))
-    cache = write_full_blocks(cache, tail_slot, lengths, active, page_table, handle, layer=index, layout=layout)
+    # The slots go through one chain of in-place updates: this one, attention, and after the last layer
+    # `write_full_blocks`.
+    slots = append_tail(cache.slots, k[:, 0], v[:, 0], residency.tail_slot, lengths)
+    cache = dataclasses.replace(cache, slots=slots)
     heads = decode_attention(
         q[:, 0],
         cache.slots,
@@ -142,7 +144,8 @@ def _layer_step(
     )
     counts = _count(block_ids, cache.selected, residency)
     selected = jnp.where(active[:, None, None], block_ids, cache.selected)
-    return layer.finish(x, heads[:, None]), dataclasses.replace(cache, selected=selected), counts
+    cache = dataclasses.replace(cache, selected=selected)
+    return layer.finish(x, heads[:, None]), cache, residency.tail_slot, counts
 
 
 def _count(block_ids: jax.Array, before: jax.Array, residency: Residency) -> StepCounts:

@@ -1,20 +1,22 @@
 """Getting the selected blocks of one layer into device slots, and full blocks out to the host."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from nosa_jax.ffi import TransferList, assign_slots, swap_in, write_pages
+from nosa_jax.ffi import fetch_blocks, store_blocks
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
 
 
 class Residency(NamedTuple):
-    """Where the selected blocks lie, and what it took: slot ids [B, K, C] and counts [B, K]."""
+    """Where the selected blocks lie, the current one apart (-1: not selected), and what it took."""
 
     slot_ids: Int[Array, "B K C"]
+    tail_slot: Int[Array, "B K"]
     hits: Int[Array, "B K"]
     misses: Int[Array, "B K"]
 
@@ -35,56 +37,63 @@ def bring_in(
     Blocks in a slot stay where they are; the others replace the least recently used blocks and are copied from
     their host pages. The block of position `lengths`, when it is new, gets a slot and no copy.
     """
+    current = lengths // layout.config.block_size
     if not layout.offload:
         selected = (block_ids >= 0) & (block_ids < layout.n_blocks)
-        current = (lengths // layout.config.block_size)[:, None, None]
-        new = (block_ids == current) & (lengths % layout.config.block_size == 0)[:, None, None]
+        is_current = block_ids == current[:, None, None]
+        new = is_current & (lengths % layout.config.block_size == 0)[:, None, None]
         hits = (selected & ~new).sum(axis=-1, dtype=jnp.int32)
-        return cache, Residency(jnp.where(selected, block_ids, -1), hits, jnp.zeros_like(hits))
-    assignment = assign_slots(
+        slot_ids = jnp.where(selected, block_ids, -1)
+        tail_slot = jnp.where(is_current, slot_ids, -1).max(axis=-1)
+        return cache, Residency(slot_ids, tail_slot, hits, jnp.zeros_like(hits))
+    fetched = fetch_blocks(
+        handle,
+        cache.slots,
         block_ids,
         cache.slot_block,
         cache.last_used,
         step,
-        lengths // layout.config.block_size,
-        n_blocks=layout.n_blocks,
-    )
-    slots = swap_in(
-        handle,
-        cache.slots,
-        assignment.load,
+        current,
         page_table,
         layer=layer,
         n_layers=layout.config.num_layers,
         keep_if_unused=False,
     )
-    cache = dataclasses.replace(cache, slots=slots, slot_block=assignment.slot_block, last_used=assignment.last_used)
-    return cache, Residency(assignment.slot_ids, assignment.hits, assignment.misses)
+    cache = dataclasses.replace(cache, slots=fetched.cache, slot_block=fetched.slot_block, last_used=fetched.last_used)
+    return cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses)
 
 
 def write_full_blocks(
-    cache: LayerCache,
-    tail_slot: Int[Array, "B K"],
+    caches: Sequence[LayerCache],
+    tail_slots: Sequence[Int[Array, "B K"]],
     lengths: Int[Array, "B"],
     active: Bool[Array, "B"],
     page_table: Int[Array, "B M"],
     handle: Int[Array, "2"],
     *,
-    layer: int,
+    after: Array,
     layout: CacheLayout,
-) -> LayerCache:
-    """Copy the tail block of every row that the token at position `lengths` has filled to its host page."""
+) -> tuple[LayerCache, ...]:
+    """Copy the tail block of every row that the token at position `lengths` has filled to its host pages.
+
+    Once a step, for all layers: a slot that was given out in a step keeps its block until the layer's next swap, which
+    takes the caches that come out of here.
+
+    Args:
+      caches, tail_slots: of every layer, the current block's slot as `bring_in` found it.
+      after: an array that is computed from the step's last attention, so that no cache is still to be read.
+    """
     if not layout.offload:
-        return cache
+        return tuple(caches)
     block_size = layout.config.block_size
-    full = active & (lengths % block_size == block_size - 1)
-    shape = tail_slot.shape
-    store = TransferList(
-        block=jnp.broadcast_to((lengths // block_size)[:, None, None], (*shape, 1)),
-        slot=tail_slot[..., None],
-        count=jnp.broadcast_to(full[:, None], shape).astype(jnp.int32),
+    slots = store_blocks(
+        handle,
+        [cache.slots for cache in caches],
+        tail_slots,
+        lengths // block_size,
+        active & (lengths % block_size == block_size - 1),
+        page_table,
+        after=after,
+        keep_if_unused=False,
     )
-    slots = write_pages(
-        handle, cache.slots, store, page_table, layer=layer, n_layers=layout.config.num_layers, keep_if_unused=False
-    )
-    return dataclasses.replace(cache, slots=slots)
+    return tuple(dataclasses.replace(cache, slots=own) for cache, own in zip(caches, slots, strict=True))

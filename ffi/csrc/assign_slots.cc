@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu_handlers.h"
+#include "cpu_tables.h"
 #include "handlers.h"
 
 namespace nosa {
@@ -25,6 +26,7 @@ struct Head {
   int32_t* load_count;
   int32_t* hits;
   int32_t* misses;
+  int32_t* tail_slot;  // of block fresh_from; may be null
 };
 
 // Buffers reused from head to head.
@@ -87,19 +89,16 @@ void AssignHead(const AssignSizes& sizes, int32_t step, int32_t fresh_from, cons
   std::fill(head.load_block + loads, head.load_block + sizes.wanted, kNone);
   std::fill(head.load_slot + loads, head.load_slot + sizes.wanted, kNone);
 
+  if (head.tail_slot != nullptr) *head.tail_slot = kNone;
   for (int64_t j = 0; j < sizes.wanted; ++j) {
     const int32_t id = head.wanted[j];
     head.slot_ids[j] = is_block(id) ? work.slot_of[id] : kNone;
+    if (head.tail_slot != nullptr && id == fresh_from && is_block(id)) *head.tail_slot = head.slot_ids[j];
     if (head.slot_ids[j] >= 0) head.last_used[head.slot_ids[j]] = step;
   }
   for (int64_t s = 0; s < sizes.slots; ++s) {
     if (is_block(head.slot_block[s])) work.slot_of[head.slot_block[s]] = kNone;
   }
-}
-
-// XLA aliases the two buffers; where it did not, the update happens in a copy.
-void CopyUnlessAliased(const Int32Buffer3& from, Int32Result3& to) {
-  if (from.typed_data() != to->typed_data()) std::memcpy(to->typed_data(), from.typed_data(), from.size_bytes());
 }
 
 ffi::Error AssignSlots(Int32Buffer3 wanted, Int32Buffer3 slot_block, Int32Buffer3 last_used,
@@ -111,23 +110,29 @@ ffi::Error AssignSlots(Int32Buffer3 wanted, Int32Buffer3 slot_block, Int32Buffer
   if (auto error = ReadAssignSizes(wanted, slot_block, last_used, fresh_from, n_blocks, &sizes); error.failure()) {
     return error;
   }
-  CopyUnlessAliased(slot_block, new_slot_block);
-  CopyUnlessAliased(last_used, new_last_used);
-  Workspace work(sizes.n_blocks, sizes.slots);
-  for (int64_t h = 0; h < sizes.rows * sizes.heads; ++h) {
-    const int64_t c = h * sizes.wanted, s = h * sizes.slots;
-    AssignHead(sizes, *step.typed_data(), fresh_from.typed_data()[h / sizes.heads],
-               Head{wanted.typed_data() + c, slot_ids->typed_data() + c, new_slot_block->typed_data() + s,
-                    new_last_used->typed_data() + s, load_block->typed_data() + c, load_slot->typed_data() + c,
-                    load_count->typed_data() + h, hits->typed_data() + h, misses->typed_data() + h},
-               work);
-  }
+  CopyUnlessAliased(slot_block, *new_slot_block);
+  CopyUnlessAliased(last_used, *new_last_used);
+  Assign(sizes, {wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
+                 new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
+                 load_slot->typed_data(), load_count->typed_data(), hits->typed_data(), misses->typed_data(), nullptr});
   return ffi::Error::Success();
 }
 
 XLA_FFI_DEFINE_HANDLER(kHandler, AssignSlots, BindAssign(ffi::Ffi::Bind()));
 
 }  // namespace
+
+void Assign(const AssignSizes& sizes, const AssignTables& tables) {
+  Workspace work(sizes.n_blocks, sizes.slots);
+  for (int64_t h = 0; h < sizes.rows * sizes.heads; ++h) {
+    const int64_t c = h * sizes.wanted, s = h * sizes.slots;
+    AssignHead(sizes, *tables.step, tables.fresh_from[h / sizes.heads],
+               Head{tables.wanted + c, tables.slot_ids + c, tables.slot_block + s, tables.last_used + s,
+                    tables.load_block + c, tables.load_slot + c, tables.load_count + h, tables.hits + h,
+                    tables.misses + h, tables.tail_slot == nullptr ? nullptr : tables.tail_slot + h},
+               work);
+  }
+}
 
 XLA_FFI_Handler* const kAssignSlotsCpu = kHandler;
 

@@ -8,30 +8,17 @@
 #include <cub/block/block_scan.cuh>
 #include <cstdint>
 
+#include "assign_kernel.h"
 #include "cuda_handlers.h"
-#include "handlers.h"
 
 namespace nosa {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMaxSlots = 4096;  // what fits in the shared memory of sm_80
 constexpr int32_t kNone = -1;
 constexpr int32_t kUnclaimed = INT32_MAX;
 
-struct AssignArgs {
-  const int32_t* wanted;
-  const int32_t* step;
-  const int32_t* fresh_from;
-  int32_t* slot_ids;
-  int32_t* slot_block;  // read, then updated
-  int32_t* last_used;   // read, then updated
-  int32_t* load_block;
-  int32_t* load_slot;
-  int32_t* load_count;
-  int32_t* hits;
-  int32_t* misses;
-  AssignSizes sizes{};
+struct KernelArgs : AssignArgs {
   int32_t table_size;  // of the hash table: a power of two, at least twice the wanted blocks
   int32_t sort_size;   // a power of two, at least the slots
 };
@@ -64,7 +51,7 @@ __device__ void BitonicSort(int64_t* keys, int size) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads) AssignKernel(const AssignArgs args) {
+__global__ void __launch_bounds__(kThreads) AssignKernel(const KernelArgs args) {
   using Scan = cub::BlockScan<uint32_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;  // the least latency
   __shared__ typename Scan::TempStorage scan_storage;
   extern __shared__ int64_t shared[];
@@ -163,10 +150,15 @@ __global__ void __launch_bounds__(kThreads) AssignKernel(const AssignArgs args) 
     __syncthreads();
   }
   const int n_loads = static_cast<int>(before >> 16);
+  if (args.tail_slot != nullptr) {
+    if (threadIdx.x == 0) args.tail_slot[h] = kNone;
+    __syncthreads();
+  }
   for (int j = threadIdx.x; j < n_wanted; j += kThreads) {
     const int32_t slot = place[j] == kNone ? kNone : slot_of[place[j]];
     args.slot_ids[h * n_wanted + j] = slot;
     if (slot != kNone) last_used[slot] = step;
+    if (args.tail_slot != nullptr && slot != kNone && wanted[j] == fresh_from) args.tail_slot[h] = slot;
     if (j >= n_loads) args.load_block[h * n_wanted + j] = args.load_slot[h * n_wanted + j] = kNone;
   }
   if (threadIdx.x == 0) {
@@ -190,33 +182,18 @@ ffi::Error AssignSlots(cudaStream_t stream, Int32Buffer3 wanted, Int32Buffer3 sl
   if (auto error = ReadAssignSizes(wanted, slot_block, last_used, fresh_from, n_blocks, &sizes); error.failure()) {
     return error;
   }
-  if (sizes.slots > kMaxSlots) {
-    return ffi::Error::InvalidArgument("assign_slots: " + std::to_string(sizes.slots) +
-                                       " slots are more than the GPU kernel's " + std::to_string(kMaxSlots));
-  }
   const auto copy_unless_aliased = [&](const Int32Buffer3& from, Int32Result3& to) {
     if (from.typed_data() == to->typed_data()) return;
     cudaMemcpyAsync(to->typed_data(), from.typed_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
   };
   copy_unless_aliased(slot_block, new_slot_block);
   copy_unless_aliased(last_used, new_last_used);
-  const int32_t table_size = PowerOfTwoFrom(2 * sizes.wanted), sort_size = PowerOfTwoFrom(sizes.slots);
-  const size_t shared_bytes = SharedBytes(table_size, sort_size, sizes.wanted);
-  const int64_t n_heads = sizes.rows * sizes.heads;
-  if (n_heads == 0) return ffi::Error::Success();
-  if (shared_bytes > 47 * 1024) {  // the static share, CUB's, comes on top
-    cudaFuncSetAttribute(AssignKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  }
-  const AssignArgs args{wanted.typed_data(),         step.typed_data(),          fresh_from.typed_data(),
-                        slot_ids->typed_data(),      new_slot_block->typed_data(), new_last_used->typed_data(),
-                        load_block->typed_data(),    load_slot->typed_data(),    load_count->typed_data(),
-                        hits->typed_data(),          misses->typed_data(),       sizes,
-                        table_size,                  sort_size};
-  AssignKernel<<<static_cast<unsigned>(n_heads), kThreads, shared_bytes, stream>>>(args);
-  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) {
-    return ffi::Error::Internal(std::string("assign_slots: launch failed: ") + cudaGetErrorString(status));
-  }
-  return ffi::Error::Success();
+  return LaunchAssign("assign_slots",
+                      {wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
+                       new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
+                       load_slot->typed_data(), load_count->typed_data(), hits->typed_data(), misses->typed_data(),
+                       nullptr, sizes},
+                      stream);
 }
 
 XLA_FFI_DEFINE_HANDLER(kHandler, AssignSlots,
@@ -224,6 +201,26 @@ XLA_FFI_DEFINE_HANDLER(kHandler, AssignSlots,
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
+
+ffi::Error LaunchAssign(const char* name, const AssignArgs& args, cudaStream_t stream) {
+  const AssignSizes& sizes = args.sizes;
+  if (sizes.slots > kMaxSlots) {
+    return ffi::Error::InvalidArgument(std::string(name) + ": " + std::to_string(sizes.slots) +
+                                       " slots are more than the GPU kernel's " + std::to_string(kMaxSlots));
+  }
+  const int64_t n_heads = sizes.rows * sizes.heads;
+  if (n_heads == 0) return ffi::Error::Success();
+  const int32_t table_size = PowerOfTwoFrom(2 * sizes.wanted), sort_size = PowerOfTwoFrom(sizes.slots);
+  const size_t shared_bytes = SharedBytes(table_size, sort_size, sizes.wanted);
+  if (shared_bytes > 47 * 1024) {  // the static share, CUB's, comes on top
+    cudaFuncSetAttribute(AssignKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  }
+  AssignKernel<<<static_cast<unsigned>(n_heads), kThreads, shared_bytes, stream>>>({args, table_size, sort_size});
+  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) {
+    return ffi::Error::Internal(std::string(name) + ": launch failed: " + cudaGetErrorString(status));
+  }
+  return ffi::Error::Success();
+}
 
 void LoadAssignKernel() {
   cudaFuncAttributes unused;

@@ -30,6 +30,8 @@ nb::dict Handlers() {
   handlers["nosa_assign_slots"] = Capsule(kAssignSlotsCpu);
   handlers["nosa_swap_in"] = Capsule(kSwapInCpu);
   handlers["nosa_write_pages"] = Capsule(kWritePagesCpu);
+  handlers["nosa_fetch_blocks"] = Capsule(kFetchBlocksCpu);
+  handlers["nosa_store_blocks"] = Capsule(kStoreBlocksCpu);
   return handlers;
 }
 

@@ -8,6 +8,8 @@ namespace nosa {
 extern XLA_FFI_Handler* const kAssignSlotsCuda;
 extern XLA_FFI_Handler* const kSwapInCuda;
 extern XLA_FFI_Handler* const kWritePagesCuda;
+extern XLA_FFI_Handler* const kFetchBlocksCuda;
+extern XLA_FFI_Handler* const kStoreBlocksCuda;
 
 // Load the kernels into the calling thread's device now: the first launch may happen while a graph is captured, where
 // loading can fail.

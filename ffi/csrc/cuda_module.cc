@@ -281,6 +281,8 @@ NB_MODULE(_cuda, m) {
     handlers["nosa_assign_slots"] = Capsule(kAssignSlotsCuda);
     handlers["nosa_swap_in"] = Capsule(kSwapInCuda);
     handlers["nosa_write_pages"] = Capsule(kWritePagesCuda);
+    handlers["nosa_fetch_blocks"] = Capsule(kFetchBlocksCuda);
+    handlers["nosa_store_blocks"] = Capsule(kStoreBlocksCuda);
     return handlers;
   });
   m.def("time_memcpy", &TimeMemcpy, nb::arg("device"), nb::arg("source"), nb::arg("destination"), nb::arg("bytes"),

@@ -9,11 +9,23 @@
 
 namespace nosa {
 
+enum class Caller : int32_t { kSwapIn, kWritePages, kFetchBlocks, kStoreBlocks };
+
+inline const char* NameOf(Caller caller) {
+  switch (caller) {
+    case Caller::kSwapIn: return "swap_in";
+    case Caller::kWritePages: return "write_pages";
+    case Caller::kFetchBlocks: return "fetch_blocks";
+    case Caller::kStoreBlocks: return "store_blocks";
+  }
+  return "unknown handler";
+}
+
 enum class FaultKind : int32_t { kHandle, kPageSize, kCount, kBlock, kSlot, kPage };
 
 struct Fault {
   FaultKind kind;
-  bool writes;          // write_pages, else swap_in
+  Caller caller;
   int32_t slot;         // of the handle
   int32_t generation;   // of the handle
   int64_t row, head;    // where in the lists
@@ -24,7 +36,7 @@ struct Fault {
 
 inline std::string Describe(const Fault& fault) {
   const auto text = [](int64_t number) { return std::to_string(number); };
-  const std::string name = fault.writes ? "write_pages: " : "swap_in: ";
+  const std::string name = std::string(NameOf(fault.caller)) + ": ";
   const std::string where = " (row " + text(fault.row) + ", KV head " + text(fault.head) + ")";
   switch (fault.kind) {
     case FaultKind::kHandle:

@@ -4,6 +4,8 @@
 // A block b of row r lies on host page (page_table[r, b] * n_layers + layer) * K + k, for each layer and KV head k.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -16,6 +18,7 @@ namespace ffi = xla::ffi;
 using Int32Buffer1 = ffi::Buffer<ffi::S32, 1>;
 using Int32Buffer2 = ffi::Buffer<ffi::S32, 2>;
 using Int32Buffer3 = ffi::Buffer<ffi::S32, 3>;
+using PredBuffer1 = ffi::Buffer<ffi::PRED, 1>;
 using Int32Result2 = ffi::Result<Int32Buffer2>;
 using Int32Result3 = ffi::Result<Int32Buffer3>;
 
@@ -25,6 +28,14 @@ struct TransferSizes {
   int64_t page_bytes;
   int64_t layer, n_layers;
 };
+
+// Bytes of one slot of a cache [B, K, S, ...].
+inline int64_t SlotBytes(const ffi::AnyBuffer& cache) {
+  int64_t bytes = static_cast<int64_t>(ffi::ByteWidth(cache.element_type()));
+  const auto dims = cache.dimensions();
+  for (size_t i = 3; i < dims.size(); ++i) bytes *= dims[i];
+  return bytes;
+}
 
 // Checks the shapes of swap_in's and write_pages' arguments against one another.
 inline ffi::Error ReadTransferSizes(const char* name, const Int32Buffer1& handle, const ffi::AnyBuffer& cache,
@@ -50,9 +61,7 @@ inline ffi::Error ReadTransferSizes(const char* name, const Int32Buffer1& handle
   if (layer < 0 || layer >= n_layers) {
     return fail("layer " + std::to_string(layer) + " is outside the " + std::to_string(n_layers) + " layers");
   }
-  int64_t page_bytes = static_cast<int64_t>(ffi::ByteWidth(cache.element_type()));
-  for (size_t i = 3; i < dims.size(); ++i) page_bytes *= dims[i];
-  *sizes = {dims[0], dims[1], dims[2], page_table.dimensions()[1], list[2], page_bytes, layer, n_layers};
+  *sizes = {dims[0], dims[1], dims[2], page_table.dimensions()[1], list[2], SlotBytes(cache), layer, n_layers};
   return ffi::Error::Success();
 }
 
@@ -78,6 +87,60 @@ inline ffi::Error ReadAssignSizes(const Int32Buffer3& wanted, const Int32Buffer3
   }
   if (n_blocks < 0) return fail("n_blocks=" + std::to_string(n_blocks) + " must not be negative");
   *sizes = {want[0], want[1], want[2], table[2], n_blocks};
+  return ffi::Error::Success();
+}
+
+// Checks the shapes of fetch_blocks' arguments: those of assign_slots and those of a transfer with C entries.
+inline ffi::Error ReadFetchSizes(const Int32Buffer1& handle, const ffi::AnyBuffer& cache, const Int32Buffer3& wanted,
+                                 const Int32Buffer3& slot_block, const Int32Buffer3& last_used,
+                                 const Int32Buffer1& fresh_from, const Int32Buffer2& page_table, int64_t layer,
+                                 int64_t n_layers, AssignSizes* assign, TransferSizes* transfer) {
+  const auto fail = [](const std::string& what) { return ffi::Error::InvalidArgument("fetch_blocks: " + what); };
+  const auto dims = cache.dimensions();
+  const auto table = slot_block.dimensions();
+  if (handle.dimensions()[0] != 2) return fail("handle must be int32[2]");
+  if (dims.size() < 3) return fail("the cache must have dimensions [B, K, S, ...]");
+  for (int i = 0; i < 3; ++i) {
+    if (dims[i] != table[i]) return fail("slot_block must have the cache's dimensions [B, K, S]");
+  }
+  if (page_table.dimensions()[0] != dims[0]) return fail("page_table must be int32[B, M]");
+  if (layer < 0 || layer >= n_layers) {
+    return fail("layer " + std::to_string(layer) + " is outside the " + std::to_string(n_layers) + " layers");
+  }
+  const int64_t n_blocks = page_table.dimensions()[1];
+  if (auto error = ReadAssignSizes(wanted, slot_block, last_used, fresh_from, n_blocks, assign); error.failure()) {
+    return error;
+  }
+  *transfer = {dims[0], dims[1], dims[2], n_blocks, assign->wanted, SlotBytes(cache), layer, n_layers};
+  return ffi::Error::Success();
+}
+
+// One call of store_blocks: n_layers caches of one shape, at most one block of each row, the same in every layer.
+// Its variadic arguments are the caches and then, for each, the slots [B, K] that hold the block.
+inline ffi::Error ReadStoreSizes(const Int32Buffer1& handle, const Int32Buffer1& block, const PredBuffer1& full,
+                                 const Int32Buffer2& page_table, const ffi::RemainingArgs& arrays, size_t n_results,
+                                 TransferSizes* sizes) {
+  const auto fail = [](const std::string& what) { return ffi::Error::InvalidArgument("store_blocks: " + what); };
+  if (handle.dimensions()[0] != 2) return fail("handle must be int32[2]");
+  if (n_results == 0 || arrays.size() != 2 * n_results) return fail("every layer needs a cache and its slots");
+  const auto cache = arrays.get<ffi::AnyBuffer>(0);
+  if (cache.has_error() || cache->dimensions().size() < 3) return fail("a cache must have dimensions [B, K, S, ...]");
+  const auto dims = cache->dimensions();
+  for (size_t layer = 0; layer < n_results; ++layer) {
+    const auto other = arrays.get<ffi::AnyBuffer>(layer);
+    const auto slots = arrays.get<Int32Buffer2>(n_results + layer);
+    if (other.has_error() || other->element_type() != cache->element_type() ||
+        !std::equal(dims.begin(), dims.end(), other->dimensions().begin(), other->dimensions().end())) {
+      return fail("the caches must have one shape and type");
+    }
+    if (slots.has_error() || slots->dimensions()[0] != dims[0] || slots->dimensions()[1] != dims[1]) {
+      return fail("the slots of every layer must be int32[B, K]");
+    }
+  }
+  if (block.dimensions()[0] != dims[0] || full.dimensions()[0] != dims[0]) return fail("block and full must be [B]");
+  if (page_table.dimensions()[0] != dims[0]) return fail("page_table must be int32[B, M]");
+  *sizes = {dims[0], dims[1], dims[2], page_table.dimensions()[1], 1, SlotBytes(*cache), 0,
+            static_cast<int64_t>(n_results)};
   return ffi::Error::Success();
 }
 
@@ -114,6 +177,44 @@ auto BindAssign(Binding&& binding) {
       .template Ret<Int32Buffer2>()                // hits
       .template Ret<Int32Buffer2>()                // misses
       .template Attr<int64_t>("n_blocks");
+}
+
+template <typename Binding>
+auto BindFetch(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<Int32Buffer1>()                // handle
+      .template Arg<ffi::AnyBuffer>()              // cache [B, K, S, ...], aliased
+      .template Arg<Int32Buffer3>()                // wanted
+      .template Arg<Int32Buffer3>()                // slot_block, aliased
+      .template Arg<Int32Buffer3>()                // last_used, aliased
+      .template Arg<ffi::Buffer<ffi::S32, 0>>()    // step
+      .template Arg<Int32Buffer1>()                // fresh_from
+      .template Arg<Int32Buffer2>()                // page_table
+      .template Ret<ffi::AnyBuffer>()              // cache
+      .template Ret<Int32Buffer3>()                // slot_ids
+      .template Ret<Int32Buffer3>()                // slot_block
+      .template Ret<Int32Buffer3>()                // last_used
+      .template Ret<Int32Buffer2>()                // hits
+      .template Ret<Int32Buffer2>()                // misses
+      .template Ret<Int32Buffer2>()                // tail_slot
+      .template Ret<Int32Buffer3>()                // load.block } room for the load list between two launches;
+      .template Ret<Int32Buffer3>()                // load.slot  } undefined where one launch does all
+      .template Attr<int64_t>("layer")
+      .template Attr<int64_t>("n_layers")
+      .template Attr<int64_t>("n_ctas");
+}
+
+template <typename Binding>
+auto BindStore(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<Int32Buffer1>()      // handle
+      .template Arg<Int32Buffer1>()      // block [B]
+      .template Arg<PredBuffer1>()       // full [B]
+      .template Arg<Int32Buffer2>()      // page_table
+      .template Arg<ffi::AnyBuffer>()    // after: not read; the call comes after whatever computes it
+      .RemainingArgs()                   // caches, aliased; then the slots of each
+      .RemainingRets()                   // caches
+      .template Attr<int64_t>("n_ctas");
 }
 
 }  // namespace nosa

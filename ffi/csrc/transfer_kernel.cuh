@@ -1,4 +1,4 @@
-// The kernel of swap_in and write_pages: gathers or scatters pinned host pages through unified addressing.
+// The kernel of swap_in and write_pages, and what those of fetch_blocks and store_blocks share with it: gathers or scatters pinned host pages through unified addressing.
 //
 // The bytes to move are cut into runs, the kInFlight loads of every lane of a warp, which lie side by side in a page:
 // 4 KiB with 16-byte loads. The warps of all CTAs take the runs in turn. Every warp finds its own runs (counts -> entry
@@ -37,6 +37,7 @@ struct TransferArgs {
   const int32_t* count;
   const int32_t* page_table;
   TransferSizes sizes{};
+  Caller caller;
 };
 
 struct Addresses {
@@ -64,9 +65,9 @@ inline __device__ PoolView FetchPool(int32_t slot) {
 }
 
 // Whether the handle names that pool and its pages have the size of the cache's; if not, the fault is recorded.
-inline __device__ bool CheckPool(const TransferArgs& args, const PoolView& view, bool writes) {
+inline __device__ bool CheckPool(const TransferArgs& args, const PoolView& view) {
   const int32_t slot = args.handle[0], generation = args.handle[1];
-  Fault fault{FaultKind::kHandle, writes, slot, generation, 0, 0, 0, 0, 0, 0};
+  Fault fault{FaultKind::kHandle, args.caller, slot, generation, 0, 0, 0, 0, 0, 0};
   FaultRecord* record = nullptr;
   if (slot < 0 || slot >= kMaxPools) {
     record = &args.faults->stray;
@@ -82,37 +83,33 @@ inline __device__ bool CheckPool(const TransferArgs& args, const PoolView& view,
   return record == nullptr;
 }
 
-// An entry of a list, and what the page table has for its block.
+// A block of list h (row * K + head) of a layer, the slot it belongs to, and what the page table has for it.
 struct Listed {
   int32_t block, slot, place;
 };
 
-inline __device__ Listed Fetch(const TransferArgs& args, int64_t h, int64_t j) {
-  const TransferSizes& sizes = args.sizes;
-  const int64_t row = static_cast<uint32_t>(h) / static_cast<uint32_t>(sizes.heads);
-  Listed listed{args.block[h * sizes.entries + j], args.slot[h * sizes.entries + j], -1};
-  if (listed.block >= 0 && listed.block < sizes.blocks) {
-    listed.place = args.page_table[row * sizes.blocks + listed.block];
-  }
-  return listed;
+// The page table's entry for a block of list h; -1 if the block is out of range.
+inline __device__ int32_t FetchPlace(const TransferArgs& args, int64_t h, int32_t block) {
+  const int64_t row = static_cast<uint32_t>(h) / static_cast<uint32_t>(args.sizes.heads);
+  return block >= 0 && block < args.sizes.blocks ? args.page_table[row * args.sizes.blocks + block] : -1;
 }
 
-// Where an entry of list h (row * K + head) lies on both sides, or null addresses after the fault was recorded.
-inline __device__ Addresses Resolve(const TransferArgs& args, const PoolView& pool, int64_t h, const Listed& listed,
-                                    bool writes) {
+// Where a listed block lies on both sides, or null addresses after the fault was recorded.
+inline __device__ Addresses Resolve(const TransferArgs& args, const PoolView& pool, std::byte* cache, int64_t layer,
+                                    int64_t h, const Listed& listed) {
   const TransferSizes& sizes = args.sizes;
   const auto n_heads = static_cast<uint32_t>(sizes.heads);
   const int64_t row = static_cast<uint32_t>(h) / n_heads, head = static_cast<uint32_t>(h) % n_heads;
   const auto fail = [&](FaultKind kind, int64_t value, int64_t limit, int64_t page) {
     Report(&args.faults->places[args.handle[0]].own,
-           Fault{kind, writes, args.handle[0], args.handle[1], row, head, value, limit, listed.block, page});
+           Fault{kind, args.caller, args.handle[0], args.handle[1], row, head, value, limit, listed.block, page});
     return Addresses{nullptr, nullptr};
   };
   if (listed.block < 0 || listed.block >= sizes.blocks) return fail(FaultKind::kBlock, listed.block, sizes.blocks, 0);
   if (listed.slot < 0 || listed.slot >= sizes.slots) return fail(FaultKind::kSlot, listed.slot, sizes.slots, 0);
-  const int64_t page = (listed.place * sizes.n_layers + sizes.layer) * sizes.heads + head;
+  const int64_t page = (listed.place * sizes.n_layers + layer) * sizes.heads + head;
   if (listed.place < 0 || page >= pool.n_pages) return fail(FaultKind::kPage, listed.place, pool.n_pages, page);
-  return {pool.base + page * sizes.page_bytes, args.cache + (h * sizes.slots + listed.slot) * sizes.page_bytes};
+  return {pool.base + page * sizes.page_bytes, cache + (h * sizes.slots + listed.slot) * sizes.page_bytes};
 }
 
 // One run, by one warp: units [first, first + kInFlight * kLanes) of a page, as far as it has them.
@@ -178,6 +175,28 @@ struct Tile {
   }
 };
 
+// The runs that fall to one warp, in turn with the others: which entry, counted from a tile's first, and which part of
+// its page.
+struct Turn {
+  uint32_t page_runs, entry, part, step_entries, step_parts;
+
+  __device__ Turn(uint32_t page_units, uint32_t warp, uint32_t n_warps)
+      : page_runs((page_units + kInFlight * kLanes - 1) / (kInFlight * kLanes)),
+        entry(warp / page_runs),
+        part(warp % page_runs),
+        step_entries(n_warps / page_runs),
+        step_parts(n_warps % page_runs) {}
+
+  __device__ void Next() {
+    entry += step_entries;
+    part += step_parts;
+    if (part >= page_runs) {
+      part -= page_runs;
+      ++entry;
+    }
+  }
+};
+
 // `Unit` is the widest type that divides a page.
 template <bool writes, typename Unit>
 __global__ void __launch_bounds__(kTransferThreads) TransferKernel(const __grid_constant__ TransferArgs args) {
@@ -188,10 +207,7 @@ __global__ void __launch_bounds__(kTransferThreads) TransferKernel(const __grid_
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kLanes, n_warps = gridDim.x * kWarps;
   const int64_t n_lists = sizes.rows * sizes.heads;
   const auto page_units = static_cast<uint32_t>(sizes.page_bytes / sizeof(Unit));
-  const uint32_t page_runs = (page_units + kInFlight * kLanes - 1) / (kInFlight * kLanes);
-  // The warp's next run: which entry, counted from the tile's first, and which part of its page.
-  uint32_t entry = warp / page_runs, part = warp % page_runs;
-  const uint32_t step_entries = n_warps / page_runs, step_parts = n_warps % page_runs;
+  Turn turn(page_units, warp, n_warps);
 
   for (int64_t first_list = 0; first_list < n_lists; first_list += kTileLists) {
     int32_t counts[kListsPerLane];
@@ -208,7 +224,7 @@ __global__ void __launch_bounds__(kTransferThreads) TransferKernel(const __grid_
       }
     }
     const Tile tile(counts);
-    if (first_list == 0 && !__all_sync(kWholeWarp, CheckPool(args, pool, writes))) return;
+    if (first_list == 0 && !__all_sync(kWholeWarp, CheckPool(args, pool))) return;
 
     if (warp == 0) {
       if (lane == 0) {
@@ -218,27 +234,24 @@ __global__ void __launch_bounds__(kTransferThreads) TransferKernel(const __grid_
       }
       if (wrong_list >= 0) {
         Report(&args.faults->places[args.handle[0]].own,
-               Fault{FaultKind::kCount, writes, args.handle[0], args.handle[1], wrong_list / sizes.heads,
+               Fault{FaultKind::kCount, args.caller, args.handle[0], args.handle[1], wrong_list / sizes.heads,
                      wrong_list % sizes.heads, wrong_count, sizes.entries, 0, 0});
       }
     }
-    while (entry < tile.n_entries) {
-      const Tile::Entry found = tile.Find(entry);
-      const int64_t h = first_list + found.list;
-      const Addresses place = Resolve(args, pool, h, Fetch(args, h, found.position), writes);
+    while (turn.entry < tile.n_entries) {
+      const Tile::Entry found = tile.Find(turn.entry);
+      const int64_t h = first_list + found.list, at = h * sizes.entries + found.position;
+      Listed listed{args.block[at], args.slot[at], -1};
+      listed.place = FetchPlace(args, h, listed.block);
+      const Addresses place = Resolve(args, pool, args.cache, sizes.layer, h, listed);
       if (place.page != nullptr) {
         const auto* const from = reinterpret_cast<const Unit*>(writes ? place.slot : place.page);
         auto* const to = reinterpret_cast<Unit*>(writes ? place.page : place.slot);
-        CopyRun(from, to, part * (kInFlight * kLanes), page_units);
+        CopyRun(from, to, turn.part * (kInFlight * kLanes), page_units);
       }
-      entry += step_entries;
-      part += step_parts;
-      if (part >= page_runs) {
-        part -= page_runs;
-        ++entry;
-      }
+      turn.Next();
     }
-    entry -= tile.n_entries;
+    turn.entry -= tile.n_entries;
   }
 }
 

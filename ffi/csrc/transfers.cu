@@ -1,60 +1,203 @@
-// swap_in and write_pages on a GPU, and the device's table of pools that their kernel reads.
+// The handlers that move pages on a GPU, and the device's table of pools that their kernels read.
 #include <cuda_runtime.h>
 
 #include <cstddef>
 
+#include "assign_kernel.h"
 #include "cuda_handlers.h"
 #include "cuda_pool.h"
+#include "fetch_kernel.cuh"
 #include "handlers.h"
+#include "store_kernel.cuh"
 #include "transfer_kernel.cuh"
 
 namespace nosa {
 namespace {
 
+constexpr int64_t kFetchSharedBytes = 96 * 1024;  // of a CTA: two of them fit on a multiprocessor
+
+ffi::Error InvalidArgument(Caller caller, const std::string& what) {
+  return ffi::Error::InvalidArgument(std::string(NameOf(caller)) + ": " + what);
+}
+
+// What every handler needs before it launches anything.
+ffi::Error CheckLaunch(Caller caller, int64_t n_ctas) {
+  if (n_ctas < 1 || n_ctas > 65535) {
+    return InvalidArgument(caller, "n_ctas=" + std::to_string(n_ctas) + " is outside 1..65535");
+  }
+  if (Faults() == nullptr) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                      std::string(NameOf(caller)) + ": no host pool was ever made for a CUDA device");
+  }
+  return ffi::Error::Success();
+}
+
+// After a launch.
+ffi::Error LastError(Caller caller) {
+  const cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(NameOf(caller)) + ": launch failed: " + cudaGetErrorString(status));
+}
+
+// XLA aliases the two buffers; where it did not, the update happens in a copy.
+template <typename From, typename To>
+void CopyUnlessAliased(const From& from, To& to, cudaStream_t stream) {
+  if (from.untyped_data() == to.untyped_data()) return;
+  cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+}
+
+// Calls `launch` with a value of the widest type that divides a page.
+template <typename Launch>
+void WithUnit(int64_t page_bytes, Launch launch) {
+  if (page_bytes % sizeof(uint4) == 0) {
+    launch(uint4{});
+  } else if (page_bytes % sizeof(unsigned int) == 0) {
+    launch(static_cast<unsigned int>(0));
+  } else {
+    launch(static_cast<unsigned char>(0));
+  }
+}
+
+template <bool writes>
+void LaunchTransfer(const TransferArgs& args, int64_t n_ctas, cudaStream_t stream) {
+  WithUnit(args.sizes.page_bytes, [&](auto unit) {
+    TransferKernel<writes, decltype(unit)>
+        <<<static_cast<unsigned>(n_ctas), kTransferThreads, 0, stream>>>(args);
+  });
+}
+
 template <bool writes>
 ffi::Error Transfer(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 block,
                     Int32Buffer3 slot, Int32Buffer2 count, Int32Buffer2 page_table,
                     ffi::Result<ffi::AnyBuffer> result, int64_t layer, int64_t n_layers, int64_t n_ctas) {
-  const char* const name = writes ? "write_pages" : "swap_in";
+  constexpr Caller caller = writes ? Caller::kWritePages : Caller::kSwapIn;
   TransferSizes sizes{};
-  if (auto error =
-          ReadTransferSizes(name, handle, cache, block, slot, count, page_table, layer, n_layers, &sizes);
-      error.failure()) {
-    return error;
+  auto error =
+      ReadTransferSizes(NameOf(caller), handle, cache, block, slot, count, page_table, layer, n_layers, &sizes);
+  if (error.success()) error = CheckLaunch(caller, n_ctas);
+  if (error.failure()) return error;
+  CopyUnlessAliased(cache, *result, stream);
+  LaunchTransfer<writes>({Faults(), handle.typed_data(), static_cast<std::byte*>(result->untyped_data()),
+                          block.typed_data(), slot.typed_data(), count.typed_data(), page_table.typed_data(), sizes,
+                          caller},
+                         n_ctas, stream);
+  return LastError(caller);
+}
+
+// Whether the current device has clusters of CTAs.
+bool HasClusters() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+}
+
+template <int kPerLane>
+void LaunchFetch(const FetchArgs& args, int64_t n_ctas, cudaStream_t stream) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = kMaxCluster;
+  while (n_ctas % cluster.val.clusterDim.x != 0) cluster.val.clusterDim.x /= 2;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim.x = static_cast<unsigned>(n_ctas);
+  config.blockDim.x = kTransferThreads;
+  config.dynamicSmemBytes = static_cast<size_t>(args.assigners) * args.warp_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  if (config.dynamicSmemBytes > 46 * 1024) {  // the static share comes on top
+    cudaFuncSetAttribute(FetchKernel<kPerLane>, cudaFuncAttributeMaxDynamicSharedMemorySize, kFetchSharedBytes);
   }
-  if (n_ctas < 1 || n_ctas > 65535) {
-    return ffi::Error::InvalidArgument(std::string(name) + ": n_ctas=" + std::to_string(n_ctas) +
-                                       " is outside 1..65535");
+  cudaLaunchKernelEx(&config, FetchKernel<kPerLane>, args);
+}
+
+ffi::Error FetchBlocks(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted,
+                       Int32Buffer3 slot_block, Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step,
+                       Int32Buffer1 fresh_from, Int32Buffer2 page_table, ffi::Result<ffi::AnyBuffer> new_cache,
+                       Int32Result3 slot_ids, Int32Result3 new_slot_block, Int32Result3 new_last_used,
+                       Int32Result2 hits, Int32Result2 misses, Int32Result2 tail_slot, Int32Result3 load_block,
+                       Int32Result3 load_slot, int64_t layer, int64_t n_layers, int64_t n_ctas) {
+  constexpr Caller caller = Caller::kFetchBlocks;
+  AssignSizes assign{};
+  TransferSizes sizes{};
+  auto error = ReadFetchSizes(handle, cache, wanted, slot_block, last_used, fresh_from, page_table, layer, n_layers,
+                              &assign, &sizes);
+  if (error.success()) error = CheckLaunch(caller, n_ctas);
+  if (error.failure() || sizes.rows * sizes.heads == 0) return error;
+  CopyUnlessAliased(cache, *new_cache, stream);
+  CopyUnlessAliased(slot_block, *new_slot_block, stream);
+  CopyUnlessAliased(last_used, *new_last_used, stream);
+  TransferArgs transfer{Faults(), handle.typed_data(), static_cast<std::byte*>(new_cache->untyped_data()),
+                        load_block->typed_data(), load_slot->typed_data(), misses->typed_data(),
+                        page_table.typed_data(), sizes, caller};
+  const int64_t warp_bytes = FetchWarpBytes(sizes.entries, sizes.slots, sizes.blocks);
+  if (sizes.slots <= kMaxSlotsPerLane * kLanes && warp_bytes <= kFetchSharedBytes &&
+      sizes.page_bytes % sizeof(uint4) == 0 && HasClusters()) {
+    const int64_t pairs_per_cta = (sizes.rows * sizes.heads + n_ctas - 1) / n_ctas;
+    const int64_t assigners = std::min({pairs_per_cta, kFetchSharedBytes / warp_bytes,
+                                        static_cast<int64_t>(kTransferThreads / kLanes)});
+    const FetchArgs args{transfer,
+                         wanted.typed_data(),
+                         step.typed_data(),
+                         fresh_from.typed_data(),
+                         slot_ids->typed_data(),
+                         new_slot_block->typed_data(),
+                         new_last_used->typed_data(),
+                         hits->typed_data(),
+                         misses->typed_data(),
+                         tail_slot->typed_data(),
+                         static_cast<int32_t>(assigners),
+                         static_cast<int32_t>(warp_bytes)};
+    if (sizes.slots <= 4 * kLanes) {
+      LaunchFetch<4>(args, n_ctas, stream);
+    } else if (sizes.slots <= 8 * kLanes) {
+      LaunchFetch<8>(args, n_ctas, stream);
+    } else {
+      LaunchFetch<kMaxSlotsPerLane>(args, n_ctas, stream);
+    }
+    return LastError(caller);
   }
-  FaultTable* const faults = Faults();
-  if (faults == nullptr) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      std::string(name) + ": no host pool was ever made for a CUDA device");
+  error = LaunchAssign(NameOf(caller),
+                       {wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
+                        new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
+                        load_slot->typed_data(), misses->typed_data(), hits->typed_data(), misses->typed_data(),
+                        tail_slot->typed_data(), assign},
+                       stream);
+  if (error.failure()) return error;
+  LaunchTransfer<false>(transfer, n_ctas, stream);
+  return LastError(caller);
+}
+
+ffi::Error StoreBlocks(cudaStream_t stream, Int32Buffer1 handle, Int32Buffer1 block, PredBuffer1 full,
+                       Int32Buffer2 page_table, ffi::AnyBuffer /*after*/, ffi::RemainingArgs arrays,
+                       ffi::RemainingRets results, int64_t n_ctas) {
+  constexpr Caller caller = Caller::kStoreBlocks;
+  StoreArgs args{};
+  auto error = ReadStoreSizes(handle, block, full, page_table, arrays, results.size(), &args.transfer.sizes);
+  if (error.success()) error = CheckLaunch(caller, n_ctas);
+  if (error.failure()) return error;
+  args.transfer.faults = Faults();
+  args.transfer.handle = handle.typed_data();
+  args.transfer.page_table = page_table.typed_data();
+  args.transfer.caller = caller;
+  args.block = block.typed_data();
+  args.full = full.typed_data();
+  const auto n_layers = static_cast<int32_t>(results.size());
+  for (; args.first_layer < n_layers; args.first_layer += args.n_layers) {
+    args.n_layers = std::min(n_layers - args.first_layer, kStoredLayers);
+    for (int32_t i = 0; i < args.n_layers; ++i) {
+      const size_t layer = static_cast<size_t>(args.first_layer + i);
+      const auto from = arrays.get<ffi::AnyBuffer>(layer);
+      const auto to = results.get<ffi::AnyBuffer>(layer);
+      CopyUnlessAliased(*from, **to, stream);
+      args.caches[i] = static_cast<std::byte*>((*to)->untyped_data());
+      args.slots[i] = arrays.get<Int32Buffer2>(results.size() + layer)->typed_data();
+    }
+    WithUnit(args.transfer.sizes.page_bytes, [&](auto unit) {
+      StoreKernel<decltype(unit)><<<static_cast<unsigned>(n_ctas), kTransferThreads, 0, stream>>>(args);
+    });
   }
-  if (result->untyped_data() != cache.untyped_data()) {
-    cudaMemcpyAsync(result->untyped_data(), cache.untyped_data(), cache.size_bytes(), cudaMemcpyDeviceToDevice,
-                    stream);
-  }
-  const TransferArgs args{faults,
-                          handle.typed_data(),
-                          static_cast<std::byte*>(result->untyped_data()),
-                          block.typed_data(),
-                          slot.typed_data(),
-                          count.typed_data(),
-                          page_table.typed_data(),
-                          sizes};
-  const auto grid = static_cast<unsigned>(n_ctas);
-  if (sizes.page_bytes % sizeof(uint4) == 0) {
-    TransferKernel<writes, uint4><<<grid, kTransferThreads, 0, stream>>>(args);
-  } else if (sizes.page_bytes % sizeof(uint32_t) == 0) {
-    TransferKernel<writes, unsigned int><<<grid, kTransferThreads, 0, stream>>>(args);
-  } else {
-    TransferKernel<writes, unsigned char><<<grid, kTransferThreads, 0, stream>>>(args);
-  }
-  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) {
-    return ffi::Error::Internal(std::string(name) + ": launch failed: " + cudaGetErrorString(status));
-  }
-  return ffi::Error::Success();
+  return LastError(caller);
 }
 
 XLA_FFI_DEFINE_HANDLER(kSwapIn, Transfer<false>,
@@ -62,6 +205,12 @@ XLA_FFI_DEFINE_HANDLER(kSwapIn, Transfer<false>,
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kWritePages, Transfer<true>,
                        BindTransfer(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kFetchBlocks, FetchBlocks,
+                       BindFetch(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kStoreBlocks, StoreBlocks,
+                       BindStore(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
@@ -97,9 +246,17 @@ void LoadTransferKernels() {
   cudaFuncGetAttributes(&unused, TransferKernel<true, unsigned int>);
   cudaFuncGetAttributes(&unused, TransferKernel<false, unsigned char>);
   cudaFuncGetAttributes(&unused, TransferKernel<true, unsigned char>);
+  cudaFuncGetAttributes(&unused, StoreKernel<uint4>);
+  cudaFuncGetAttributes(&unused, StoreKernel<unsigned int>);
+  cudaFuncGetAttributes(&unused, StoreKernel<unsigned char>);
+  cudaFuncGetAttributes(&unused, FetchKernel<4>);
+  cudaFuncGetAttributes(&unused, FetchKernel<8>);
+  cudaFuncGetAttributes(&unused, FetchKernel<kMaxSlotsPerLane>);
 }
 
 XLA_FFI_Handler* const kSwapInCuda = kSwapIn;
 XLA_FFI_Handler* const kWritePagesCuda = kWritePages;
+XLA_FFI_Handler* const kFetchBlocksCuda = kFetchBlocks;
+XLA_FFI_Handler* const kStoreBlocksCuda = kStoreBlocks;
 
 }  // namespace nosa
