@@ -56,7 +56,9 @@ def filled_state(layout: CacheLayout, pool: HostPool | None, length: int) -> Dec
     layers = []
     for index, layer in enumerate(state.layers):
         keys = jax.random.split(jax.random.fold_in(key, index), 3)
-        ranks = jnp.where(jnp.arange(layout.n_windows) < windows, 0.0, -jnp.inf)
+        ranks = jnp.where(
+            jnp.arange(layout.n_blocks) <= windows * config.pool_stride // config.block_size, 0.0, -jnp.inf
+        )
         blocks = jnp.arange(first, first + layout.n_slots, dtype=jnp.int32)
         layers.append(
             type(layer)(
@@ -65,7 +67,7 @@ def filled_state(layout: CacheLayout, pool: HostPool | None, length: int) -> Dec
                 slot_block=jnp.broadcast_to(blocks, layer.slot_block.shape) + 0,
                 last_used=layer.last_used,
                 pooled_k=jax.random.normal(keys[1], layer.pooled_k.shape, layer.pooled_k.dtype),
-                pooled_rank=jax.random.normal(keys[2], layer.pooled_rank.shape) + ranks,
+                block_rank=jax.random.normal(keys[2], layer.block_rank.shape) + ranks,
             )
         )
     table = np.arange(batch * n_blocks, dtype=np.int32).reshape(batch, n_blocks)

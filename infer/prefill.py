@@ -124,11 +124,10 @@ def _prefill_layer(
         block_ids = select(
             q,
             pooling.keys,
-            pooling.rank,
+            pooling.block_rank,
             positions,
             config=config,
             attention=layout.attention,
-            n_blocks=tokens.k.shape[1] // config.block_size,
         )
         heads = sparse_attention(
             q,

@@ -11,7 +11,7 @@ from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.eviction import ranking_scores
 from nosa_jax.pallas_kernels import dense_attention, sparse_attention
 from nosa_jax.parallel import over_batch
-from nosa_jax.selection import pooled_keys, pooled_ranking, select
+from nosa_jax.selection import block_ranking, pooled_keys, select
 
 BLOCK_IDS = "block_ids"  # name under which a rematerialisation policy can keep the selection
 
@@ -42,11 +42,10 @@ def sequence_attention(
         return select(
             q,
             pooled_keys(k, config),
-            pooled_ranking(ranking_scores(cis, config.eviction), config),
+            block_ranking(ranking_scores(cis, config.eviction), config, n_blocks=config.num_blocks(q.shape[1])),
             jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2]),
             config=config,
             attention=attention,
-            n_blocks=config.num_blocks(q.shape[1]),
         )
 
     block_ids = checkpoint_name(over_batch(choose, frozen_q, frozen_k, frozen_cis), BLOCK_IDS)

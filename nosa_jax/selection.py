@@ -15,20 +15,33 @@ def pooled_keys(k: Float[Array, "B S K H"], config: NosaConfig) -> Float[Array, 
     return pool_windows(k, window=config.pool_window, stride=config.pool_stride)
 
 
-def pooled_ranking(ranking: Float[Array, "B S K"], config: NosaConfig) -> Float[Array, "B K W"]:
-    """Window means of the tokens' ranking scores (`eviction.ranking_scores`), float32."""
-    return pool_windows(ranking, window=config.pool_window, stride=config.pool_stride)
+def block_ranking(
+    ranking: Float[Array, "B S K"], config: NosaConfig, *, n_blocks: int, length: Int[Array, ""] | None = None
+) -> Float[Array, "B K M"]:
+    """Query-agnostic score of every block: the largest window mean of its tokens' ranking scores, float32.
+
+    Args:
+      ranking: of every token (`eviction.ranking_scores`).
+      n_blocks: M.
+      length: windows that end after so many tokens do not count; None counts all.
+
+    Returns: -inf where a block has no window.
+    """
+    windows = pool_windows(ranking, window=config.pool_window, stride=config.pool_stride)
+    if length is not None:
+        last = jnp.arange(windows.shape[-1]) * config.pool_stride + config.pool_window - 1
+        windows = jnp.where(last < length, windows, -jnp.inf)
+    return pool_blocks(windows, n_blocks=n_blocks, windows_per_block=config.block_size // config.pool_stride)
 
 
 def select(
     q: Float[Array, "B T N H"],
     pooled_k: Float[Array, "B K W H"],
-    pooled_rank: Float[Array, "B K W"],
+    block_rank: Float[Array, "B K M"],
     positions: Int[Array, "B T"],
     *,
     config: NosaConfig,
     attention: AttentionKind,
-    n_blocks: int,
 ) -> Int[Array, "B T K C"]:
     """Selected block ids of every query under one of the compared systems (docs/02).
 
@@ -38,18 +51,16 @@ def select(
 
     Args:
       q: rotated queries. pooled_k: window means of rotated keys; a query sees those that end at or before it.
-      pooled_rank: window means of ranking scores; -inf for windows that do not exist.
+      block_rank: query-agnostic score of every block (`block_ranking`); M is at least the blocks that the last query
+        can see.
       positions: absolute positions of the queries, in tokens.
       attention: whose division of the budget to use; "dense" selects like "nosa".
-      n_blocks: M, at least the blocks that the last query can see.
 
     Returns: ascending ids, padded at the end with NO_BLOCK. No gradient flows through the selection.
     """
-    q, pooled_k, pooled_rank = jax.lax.stop_gradient((q, pooled_k, pooled_rank))
+    q, pooled_k, block_rank = jax.lax.stop_gradient((q, pooled_k, block_rank))
     budget = config.budget_for(attention)
-    block_rank = pool_blocks(pooled_rank, n_blocks=n_blocks, windows_per_block=config.block_size // config.pool_stride)[
-        :, None
-    ]
+    block_rank = block_rank[:, None]
 
     def choose(q_chunk: jax.Array, positions_chunk: jax.Array) -> jax.Array:
         if budget.query:
@@ -57,7 +68,7 @@ def select(
                 q_chunk,
                 pooled_k,
                 positions_chunk,
-                n_blocks=n_blocks,
+                n_blocks=block_rank.shape[-1],
                 block_size=config.block_size,
                 window=config.pool_window,
                 stride=config.pool_stride,

@@ -56,13 +56,17 @@ def append_pooling(
 
     rows = jnp.arange(lengths.shape[0])
     where = jnp.where(complete, window, layout.n_windows)  # out of range: dropped
+    # The last window of a block reaches into the next block.
+    windows_per_block = c.block_size // stride
+    touched = jnp.stack([window, window + 1], axis=1) // windows_per_block  # [B, 2], often the same block twice
+    touched = jnp.where(complete[:, None], touched, layout.n_blocks)
     block = jnp.where(active, lengths // c.block_size, layout.n_blocks)
     return dataclasses.replace(
         cache,
         key_sums=key_sums,
         rank_sums=rank_sums,
         pooled_k=cache.pooled_k.at[rows, :, where].set(window_mean(key_sums).astype(cache.pooled_k.dtype), mode="drop"),
-        pooled_rank=cache.pooled_rank.at[rows, :, where].set(window_mean(rank_sums), mode="drop"),
+        block_rank=cache.block_rank.at[rows[:, None], :, touched].max(window_mean(rank_sums)[:, None], mode="drop"),
         cis=cache.cis.at[rows, :, block, lengths % c.block_size].set(cis, mode="drop"),
     )
 

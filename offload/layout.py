@@ -112,8 +112,8 @@ class CacheLayout:
                 f"{lbk} x {self.n_windows} windows x {c.head_dim} x {itemsize} B",
             ),
             MemoryItem(
-                "cis and pooled cis", "device", heads * (self.n_blocks * c.block_size + self.n_windows) * 4,
-                f"{lbk} x ({self.n_blocks * c.block_size} tokens + {self.n_windows} windows) x 4 B",
+                "cis and pooled cis", "device", heads * self.n_blocks * (c.block_size + 1) * 4,
+                f"{lbk} x {self.n_blocks} blocks x ({c.block_size} tokens + 1) x 4 B",
             ),
             MemoryItem(
                 "window sums", "device", heads * self.n_strides * (c.head_dim + 1) * 4,
@@ -138,7 +138,7 @@ class CacheLayout:
         c = self.config
         heads = c.num_layers * c.num_kv_heads
         itemsize = jnp.dtype(c.dtype).itemsize
-        per_token = heads * (4 + (c.head_dim * itemsize + 4) / c.pool_stride) + 4 / c.block_size
+        per_token = heads * (4 + c.head_dim * itemsize / c.pool_stride + 4 / c.block_size) + 4 / c.block_size
         if not self.offload:
             per_token += heads * (self.page_bytes + 8) / c.block_size
         return math.ceil(per_token)

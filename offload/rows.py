@@ -14,7 +14,7 @@ from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
 from nosa_jax.pallas_kernels import NO_BLOCK
 from nosa_jax.pallas_kernels.pooling.reference import stride_sums
-from nosa_jax.selection import pooled_keys, pooled_ranking
+from nosa_jax.selection import block_ranking, pooled_keys
 
 
 class RowTokens(NamedTuple):
@@ -26,10 +26,10 @@ class RowTokens(NamedTuple):
 
 
 class RowPooling(NamedTuple):
-    """Pooled keys [1, K, W, H] and pooled ranking scores [1, K, W] of one row, -inf for incomplete windows."""
+    """Pooled keys [1, K, W, H] and every block's pooled ranking score [1, K, M] of one row."""
 
     keys: Float[Array, "1 K W H"]
-    rank: Float[Array, "1 K W"]
+    block_rank: Float[Array, "1 K M"]
 
 
 class RowPages(NamedTuple):
@@ -92,9 +92,8 @@ def extend_row(
 
 def pool_row(tokens: RowTokens, length: Array, config: NosaConfig) -> RowPooling:
     """Pool a whole row of `length` tokens."""
-    rank = pooled_ranking(ranking_scores(tokens.cis, config.eviction), config)
-    last = jnp.arange(rank.shape[-1]) * config.pool_stride + config.pool_window - 1
-    return RowPooling(pooled_keys(tokens.k, config), jnp.where(last < length, rank, -jnp.inf))
+    ranking, n_blocks = ranking_scores(tokens.cis, config.eviction), tokens.k.shape[1] // config.block_size
+    return RowPooling(pooled_keys(tokens.k, config), block_ranking(ranking, config, n_blocks=n_blocks, length=length))
 
 
 def store_row(
@@ -134,16 +133,16 @@ def store_row(
 
     key_sums, rank_sums = _latest_sums(tokens, length, layout)
     cis = jnp.moveaxis(tokens.cis, 1, 2).reshape(1, heads, n_blocks, block_size)
-    n_windows = layout.n_windows
-    rank = pooling.rank[..., :n_windows]
-    rank = jnp.pad(rank, [(0, 0), (0, 0), (0, n_windows - rank.shape[-1])], constant_values=-jnp.inf)
+    # Of the whole row: decoding takes the maximum with what is there.
+    room = max(0, layout.n_blocks - n_blocks)
+    block_rank = jnp.pad(pooling.block_rank, [(0, 0), (0, 0), (0, room)], constant_values=-jnp.inf)
     new = dict(
         slots=slots,
         slot_block=slot_block,
         last_used=last_used,
         cis=cis[:, :, : layout.n_blocks],
-        pooled_k=pooling.keys[:, :, :n_windows],
-        pooled_rank=rank,
+        pooled_k=pooling.keys[:, :, : layout.n_windows],
+        block_rank=block_rank[..., : layout.n_blocks],
         key_sums=key_sums,
         rank_sums=rank_sums,
         selected=selected[None],

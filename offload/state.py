@@ -21,7 +21,8 @@ class LayerCache:
     slots: keys (0) and values (1) of the block in each slot; beyond a row's length the contents are undefined.
     slot_block, last_used: the block in each slot (-1: none) and the step that selected it last.
     cis: eviction score of every token, by block.
-    pooled_k, pooled_rank: window means of keys and of ranking scores; pooled_rank is -inf for incomplete windows.
+    pooled_k: window means of keys. block_rank: the largest window mean of the ranking scores of every block, over the
+      windows that are complete; -inf where there is none.
     key_sums, rank_sums: sums over the latest pooling strides; stride j is kept at j modulo the strides of a window.
     selected: the blocks that the last step attended to.
     """
@@ -31,7 +32,7 @@ class LayerCache:
     last_used: Int[Array, "B K S"]
     cis: Float[Array, "B K M P"]
     pooled_k: Float[Array, "B K W H"]
-    pooled_rank: Float[Array, "B K W"]
+    block_rank: Float[Array, "B K M"]
     key_sums: Float[Array, "B K R H"]
     rank_sums: Float[Array, "B K R"]
     selected: Int[Array, "B K C"]
@@ -149,7 +150,7 @@ def init_state(layout: CacheLayout, handle: Int[np.ndarray, "2"] | None = None) 
             last_used=jnp.full(own.shape, -1, jnp.int32),
             cis=jnp.zeros((batch, heads, layout.n_blocks, c.block_size), jnp.float32),
             pooled_k=jnp.zeros((batch, heads, layout.n_windows, c.head_dim), dtype),
-            pooled_rank=jnp.full((batch, heads, layout.n_windows), -jnp.inf, jnp.float32),
+            block_rank=jnp.full((batch, heads, layout.n_blocks), -jnp.inf, jnp.float32),
             key_sums=jnp.zeros((batch, heads, layout.n_strides, c.head_dim), jnp.float32),
             rank_sums=jnp.zeros((batch, heads, layout.n_strides), jnp.float32),
             selected=jnp.full((batch, heads, layout.n_selected), NO_BLOCK, jnp.int32),

@@ -41,7 +41,7 @@ def prompts_of(tokens, lengths=LENGTHS):
 
 def statistics_of(cache, row, n_tokens):
     """The defined part of what a layer keeps about the tokens of a row beside their keys and values."""
-    found = {name: np.array(getattr(cache, name)[row]) for name in ("pooled_k", "pooled_rank", "key_sums", "rank_sums")}
+    found = {name: np.array(getattr(cache, name)[row]) for name in ("pooled_k", "block_rank", "key_sums", "rank_sums")}
     found["pooled_k"] = found["pooled_k"][:, : SMALL.num_windows(n_tokens)]
     return found | {"cis": np.array(cache.cis[row]).reshape(SMALL.num_kv_heads, -1)[:, :n_tokens]}
 
@@ -214,7 +214,7 @@ def test_undefined_parts_of_the_cache_never_matter():
                 layers = [
                     dataclasses.replace(
                         layer, **{name: np.nan + getattr(layer, name) for name in
-                                  ("slots", "cis", "pooled_k", "pooled_rank", "key_sums", "rank_sums")}
+                                  ("slots", "cis", "pooled_k", "block_rank", "key_sums", "rank_sums")}
                     )
                     for layer in state.layers
                 ]  # fmt: skip

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.eviction import ranking_scores
-from nosa_jax.selection import pooled_keys, pooled_ranking, select
+from nosa_jax.selection import block_ranking, pooled_keys, select
 from tests.oracle.test_model import run
 from tests.oracle.weights import model_with, random_weights
 
@@ -56,9 +56,8 @@ def check_locality(ids: np.ndarray, config: NosaConfig, attention: str = "nosa")
 @partial(jax.jit, static_argnames=("config", "attention"))
 def pipeline(q, k, cis, config, attention):
     positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-    rank = pooled_ranking(ranking_scores(cis, config.eviction), config)
-    kwargs = dict(config=config, attention=attention, n_blocks=config.num_blocks(q.shape[1]))
-    return select(q, pooled_keys(k, config), rank, positions, **kwargs)
+    rank = block_ranking(ranking_scores(cis, config.eviction), config, n_blocks=config.num_blocks(q.shape[1]))
+    return select(q, pooled_keys(k, config), rank, positions, config=config, attention=attention)
 
 
 def query_inputs(kind: str, rng: np.random.Generator):

@@ -8,7 +8,7 @@ import pytest
 from nosa_jax.eviction import ranking_scores
 from nosa_jax.offload import CacheLayout, init_state
 from nosa_jax.offload.append import append_pooling, append_tail
-from nosa_jax.selection import pooled_keys, pooled_ranking
+from nosa_jax.selection import block_ranking, pooled_keys
 from tests.infer.cases import ONE_LAYER
 
 TOKENS, ROWS = 53, 3
@@ -43,15 +43,15 @@ def test_b7_windows_that_complete_in_decode_have_the_bits_of_prefill(name):
 
     @jax.jit
     def pool(k, cis):
-        return pooled_keys(k, config), pooled_ranking(ranking_scores(cis, config.eviction), config)
+        ranking = ranking_scores(cis, config.eviction)
+        return pooled_keys(k, config), block_ranking(ranking, config, n_blocks=layout.n_blocks)
 
     grown = grow(empty)
     for row, n in enumerate((TOKENS, TOKENS - 7)):
         keys, rank = pool(k[row : row + 1, :n], cis[row : row + 1, :n])
         windows = config.num_windows(n)
         np.testing.assert_array_equal(grown.pooled_k[row, :, :windows], keys[0])
-        np.testing.assert_array_equal(grown.pooled_rank[row, :, :windows], rank[0])
-        assert np.isneginf(grown.pooled_rank[row, :, windows:]).all()
+        np.testing.assert_array_equal(grown.block_rank[row], rank[0])
         flat = np.asarray(grown.cis[row]).reshape(config.num_kv_heads, -1)
         np.testing.assert_array_equal(flat[:, :n], cis[row, :n].T)
     for leaf, before in zip(jax.tree.leaves(grown), jax.tree.leaves(empty), strict=True):

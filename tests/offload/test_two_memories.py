@@ -157,8 +157,8 @@ class Hashes:
         lengths = np.asarray(state.lengths)
         now = set()
         for index, layer in enumerate(state.layers):
-            slots, table, cis, pooled_k, pooled_rank = (
-                np.asarray(x) for x in (layer.slots, layer.slot_block, layer.cis, layer.pooled_k, layer.pooled_rank)
+            slots, table, cis, pooled_k, block_rank = (
+                np.asarray(x) for x in (layer.slots, layer.slot_block, layer.cis, layer.pooled_k, layer.block_rank)
             )
             for row, head in np.ndindex(rows, layout.config.num_kv_heads):
                 place = (index, row, head)
@@ -181,7 +181,7 @@ class Hashes:
                 last_window = (lengths[row] - layout.config.pool_window) // layout.config.pool_stride
                 for block in range(max(0, last_window // r)):
                     self.same((*place, block, "pooled keys"), pooled_k[row, head, block * r : (block + 1) * r])
-                    self.same((*place, block, "pooled cis"), pooled_rank[row, head, block * r : (block + 1) * r])
+                    self.same((*place, block, "pooled cis"), block_rank[row, head, block])
         self.fetched += len(now & self.evicted)
         self.evicted = (self.evicted | self.in_slots) - now
         self.in_slots = now

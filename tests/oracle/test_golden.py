@@ -11,7 +11,7 @@ from nosa_jax.config import NosaConfig
 from nosa_jax.eviction import eviction_scores
 from nosa_jax.pallas_kernels import sparse_attention
 from nosa_jax.rope import apply_rope
-from nosa_jax.selection import pooled_keys, pooled_ranking, select
+from nosa_jax.selection import block_ranking, pooled_keys, select
 from tests.oracle import decoder, golden
 from tests.oracle import nosa_numpy as oracle
 from tests.oracle.golden import BUDGET, GEOMETRY, PROMPTS, relative_error
@@ -92,9 +92,8 @@ def test_jax_layer_matches_the_authors(name):
     def layer(q, k, v, delta, a, positions, ids):
         cis = eviction_scores(v, delta, a)
         k = apply_rope(k, jnp.arange(k.shape[1])[None], CONFIG)
-        pooled_k, rank = pooled_keys(k, CONFIG), pooled_ranking(cis, CONFIG)
-        n_blocks = CONFIG.num_blocks(k.shape[1])
-        chosen = select(q, pooled_k, rank, positions, config=CONFIG, attention="nosa", n_blocks=n_blocks)
+        pooled_k, rank = pooled_keys(k, CONFIG), block_ranking(cis, CONFIG, n_blocks=CONFIG.num_blocks(k.shape[1]))
+        chosen = select(q, pooled_k, rank, positions, config=CONFIG, attention="nosa")
         out = sparse_attention(q, k, v, cis, ids, positions, block_size=CONFIG.block_size)
         return cis, pooled_k, chosen, out
 
