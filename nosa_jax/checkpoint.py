@@ -6,7 +6,7 @@ step, beside its optimizer state, so every reader here takes an exported checkpo
 Storage: https://orbax.readthedocs.io (v1 API).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,9 @@ from nosa_jax.tokenizer import Tokenizer, tokenizer_from_dict
 
 FORMAT = 1
 """Version of the layout of `meta`."""
+
+Placement = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+"""From a parameter's name and shape to where it shall lie."""
 
 Params = dict[str, Any]
 """Parameters by dotted name; leaves are arrays or `jax.ShapeDtypeStruct`."""
@@ -95,8 +98,10 @@ def export_model(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{str(path)!r} already exists and is not an empty folder. Export to another path.")
     _, params = split_model(model)
+    # A model read from files of several dtypes keeps them; the config knows only one.
+    own = {name: str(p.dtype) for name, p in params.items() if str(p.dtype) != model.config.param_dtype}
     with checkpoint_context():
-        meta = make_meta(model.config, tokenizer, metadata=metadata or {})
+        meta = make_meta(model.config, tokenizer, metadata=metadata or {}, **({"dtypes": own} if own else {}))
         ocp.save_checkpointables(path, {"params": params, "meta": meta}, overwrite=path.exists())
     return path
 
@@ -106,11 +111,13 @@ def load_model(
     step: int | None = None,
     dtype: ComputeDtype | None = None,
     config: NosaConfig | None = None,
+    place: Placement | None = None,
 ) -> tuple[NosaLM, Tokenizer | None, dict[str, Any]]:
     """Read a model: `path` is an exported checkpoint, a step's folder, or a training run (`step`: None = latest).
 
     dtype: convert parameters and activations to it; None keeps what was saved.
-    config: what the caller expects. Returns (model, tokenizer, meta).
+    config: what the caller expects. place: each parameter's sharding, on any number of devices; None puts all on the
+    first device. Returns (model, tokenizer, meta).
     Raises InputError where nothing can be read, where a field of `config` differs (naming the fields), or where an
     array's name, shape or dtype is not the config's.
     """
@@ -120,14 +127,25 @@ def load_model(
     tokenizer = saved_tokenizer(meta, folder)
     if config is not None:
         require_same_config(config, saved, str(folder))
+        if own := meta.get("dtypes"):
+            name, kind = next(iter(own.items()))
+            raise InputError(
+                f"the checkpoint {str(folder)!r} holds several dtypes: {name!r} is {kind}, param_dtype is "
+                f"{saved.param_dtype}. Convert it with nosa-export --dtype."
+            )
     what = f"the parameters of {str(folder)!r}"
     with reading(what), checkpoint_context():
         read_descriptions(folder / "params")
         stored = ocp.checkpointables_metadata(folder).metadata
     skeleton, abstract = abstract_model(saved)
+    with reading(what):
+        for name, own_dtype in (meta.get("dtypes") or {}).items():
+            abstract[name] = jax.ShapeDtypeStruct(abstract[name].shape, own_dtype)
     require_same_arrays(abstract, stored.get("params"), what)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=device) for k, v in abstract.items()}
+    place = place or on_first_device
+    wanted = {
+        name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place(name, v.shape)) for name, v in abstract.items()
+    }
     with reading(what), checkpoint_context():
         params = ocp.load_checkpointables(folder, {"params": wanted})["params"]
     if dtype is not None:
@@ -139,17 +157,22 @@ def load_model(
     return skeleton.merge(params), tokenizer, meta
 
 
+def on_first_device(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    """The placement that puts everything on the first device."""
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
 def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
     """The folder of the checkpoint that `path` and `step` mean; see `load_model`. Raises InputError."""
     root = Path(path).absolute()
     if not root.is_dir():
         raise InputError(f"there is no checkpoint folder {str(root)!r}. Give a run's folder or an exported checkpoint.")
-    if _is_checkpoint(root):
+    if is_checkpoint(root):
         if step is not None and root.name != str(step):
             raise InputError(f"{str(root)!r} is a single checkpoint, so {step=} cannot be chosen; leave step out.")
         return root
     steps_root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
-    steps = {int(p.name): p for p in steps_root.iterdir() if p.name.isdecimal() and _is_checkpoint(p)}
+    steps = {int(p.name): p for p in steps_root.iterdir() if p.name.isdecimal() and is_checkpoint(p)}
     if not steps:
         raise InputError(f"{str(root)!r} holds no complete checkpoint. Give a run's folder or an exported checkpoint.")
     if step is not None and step not in steps:
@@ -157,7 +180,7 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
     return steps[max(steps) if step is None else step]
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
     """Whether both items are there. Unfinished ones have another name: orbax renames a folder when it is complete."""
     return (folder / "params").is_dir() and (folder / "meta").is_dir()
 

@@ -69,6 +69,10 @@ class NosaConfig:
     rope_factors: tuple[float, ...] | None = None
     rope_attention_factor: float = 1.0
     tie_embeddings: bool = False
+    # The scalings of MiniCPM's checkpoints (arXiv 2404.06395); the defaults scale nothing.
+    scale_emb: float = 1.0  # embeddings are multiplied by it
+    scale_depth: float | None = None  # attention and feed-forward are multiplied by scale_depth / sqrt(L)
+    dim_model_base: float | None = None  # hidden states are divided by D / dim_model_base before the logits
     # Blocks and pooling, in tokens.
     block_size: int = 64  # [P]
     pool_window: int = 32
@@ -92,8 +96,17 @@ class NosaConfig:
         for name in ("sink_blocks", "query_blocks", "evict_blocks"):
             if not _is_integer(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")
-        for name in ("rms_norm_eps", "rope_theta", "rope_attention_factor"):
+        for name in (
+            "rms_norm_eps",
+            "rope_theta",
+            "rope_attention_factor",
+            "scale_emb",
+            "scale_depth",
+            "dim_model_base",
+        ):
             value = getattr(self, name)
+            if value is None and name in ("scale_depth", "dim_model_base"):
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name}={value!r} must be a positive, finite number")
         for name, kinds in (("attention", AttentionKind), ("eviction", EvictionVariant),
@@ -140,6 +153,16 @@ class NosaConfig:
     def group_size(self) -> int:
         """G, the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def residual_scale(self) -> float:
+        """What every layer's attention and feed-forward outputs are multiplied by."""
+        return 1.0 if self.scale_depth is None else self.scale_depth / math.sqrt(self.num_layers)
+
+    @property
+    def logit_divisor(self) -> float:
+        """What hidden states are divided by before the logits."""
+        return 1.0 if self.dim_model_base is None else self.embed_dim / self.dim_model_base
 
     @property
     def budget(self) -> SelectionBudget:

@@ -1,6 +1,7 @@
 """The decoder-only language model: Flax NNX modules that hold parameters around pure functions."""
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from nosa_jax.attention import BLOCK_IDS, sequence_attention
-from nosa_jax.config import AttentionKind, NosaConfig
+from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig
 from nosa_jax.eviction import eviction_scores
 from nosa_jax.rope import apply_rope
+
+if TYPE_CHECKING:
+    from nosa_jax.checkpoint import Placement
+    from nosa_jax.tokenizer import Tokenizer
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -23,8 +28,17 @@ def _product(equation: str, x: jax.Array, weight: nnx.Param, config: NosaConfig)
     return jnp.einsum(equation, x.astype(dtype), weight[...].astype(dtype), precision=precision)
 
 
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    """x * factor, rounded once; 1 leaves x as it is."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 def _fan_in(*in_axes: int, out_axes: tuple[int, ...], scale: float = 1.0) -> Initializer:
     return jax.nn.initializers.variance_scaling(scale, "fan_in", "truncated_normal", in_axis=in_axes, out_axis=out_axes)
+
+
+DELTA_INITIALIZER = _fan_in(1, 2, out_axes=(0,))
+"""Of the eviction head's `delta` [K, K, H]."""
 
 
 class RMSNorm(nnx.Module):
@@ -53,9 +67,7 @@ class Attention(nnx.Module):
         self.v_weight_dkh = nnx.Param(inner(rngs.params(), (width, kv_heads, head_dim), dtype))
         outer = _fan_in(0, 1, out_axes=(2,), scale=1 / (2 * config.num_layers))
         self.o_weight_nhd = nnx.Param(outer(rngs.params(), (heads, head_dim, width), dtype))
-        self.delta_weight_kkh = nnx.Param(
-            _fan_in(1, 2, out_axes=(0,))(rngs.params(), (kv_heads, kv_heads, head_dim), dtype)
-        )
+        self.delta_weight_kkh = nnx.Param(DELTA_INITIALIZER(rngs.params(), (kv_heads, kv_heads, head_dim), dtype))
         self.a_k = nnx.Param(jnp.zeros(kv_heads, dtype))  # zero: training starts as plain sparse attention
 
     def project(
@@ -95,7 +107,7 @@ class FeedForward(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward with unscaled residuals."""
+    """Pre-norm attention and feed-forward, each added to the hidden states times the config's residual scale."""
 
     def __init__(self, config: NosaConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -114,8 +126,8 @@ class DecoderLayer(nnx.Module):
 
     def finish(self, x: Float[Array, "B T D"], heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The part of the layer after attention."""
-        x = x + self.attention.output(heads)
-        return x + self.ffn(self.ffn_norm(x))
+        x = x + _scaled(self.attention.output(heads), self.config.residual_scale)
+        return x + _scaled(self.ffn(self.ffn_norm(x)), self.config.residual_scale)
 
 
 class NosaLM(nnx.Module):
@@ -136,6 +148,53 @@ class NosaLM(nnx.Module):
         self.final_norm = RMSNorm(config)
         if not config.tie_embeddings:
             self.lm_head_dv = nnx.Param(_fan_in(0, out_axes=(1,))(rngs.params(), (width, vocab), dtype))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        *,
+        dtype: ComputeDtype | None = None,
+        place: "Placement | None" = None,
+        revision: str | None = None,
+        seed: int = 0,
+        **changes: Any,
+    ) -> "NosaLM":
+        """Read a released checkpoint, one of `save_pretrained`, or one of this package's own (docs/08).
+
+        The weights are read tensor by tensor, each into the dtype and sharding it is to have.
+
+        Args:
+          path_or_id: a folder, or the id of a repository on the Hugging Face Hub ("owner/name").
+          dtype: convert parameters and activations to it; None keeps what is stored, tensor by tensor.
+          place: gives each parameter's sharding from its name and shape; None puts all on the first device.
+          revision: branch, tag or commit of a repository.
+          seed: of the eviction head's start where the checkpoint has none (a warning says so).
+          changes: fields of the config to set otherwise than stored, like attention="nosa" or max_context=32_768;
+            none that changes a parameter's shape.
+
+        Raises:
+          InputError: nothing readable is there, or the config or a tensor is not what this model can hold. Names the
+            key, the value and the way out. Raised before any weight is read, except for damage within a file.
+        """
+        from nosa_jax.weights.source import find_model  # they build on this module
+
+        return find_model(path_or_id, revision=revision).load(dtype=dtype, place=place, seed=seed, **changes)
+
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: "Tokenizer | None" = None, *, max_shard_size: int | str = "5GB"
+    ) -> Path:
+        """Write config.json, safetensors files under the reference's names, and the tokenizer's files (docs/08).
+
+        The folder appears whole or not at all. `from_pretrained` gives the same bits back.
+
+        Raises:
+          InputError: `folder` already holds something, or `max_shard_size` is no size.
+          OSError: it cannot be written.
+        """
+        from nosa_jax.weights.writer import save_pretrained  # it builds on this module
+
+        return save_pretrained(self, folder, tokenizer, max_shard_size=max_shard_size)
 
     @classmethod
     def from_config(cls, config: NosaConfig, seed: int = 0) -> "NosaLM":
@@ -191,11 +250,12 @@ class NosaLM(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Token embeddings in the compute dtype."""
-        return self.embed_vd[...].astype(self.config.dtype)[tokens]
+        return _scaled(self.embed_vd[...].astype(self.config.dtype)[tokens], self.config.scale_emb)
 
     def unembed(self, hidden: Float[Array, "*lead D"]) -> Float[Array, "*lead V"]:
         """Float32 logits of hidden states after the final norm."""
         dtype = jnp.dtype(self.config.dtype)
+        hidden = _scaled(hidden, 1 / self.config.logit_divisor)
         head = self.embed_vd[...].T if self.config.tie_embeddings else self.lm_head_dv[...]
         return jnp.einsum(
             "...d,dv->...v",

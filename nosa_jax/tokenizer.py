@@ -1,6 +1,7 @@
 """Text to token ids and back: raw bytes, or any `tokenizer.json`."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,6 +38,14 @@ class Tokenizer(Protocol):
     def pad_id(self) -> int:
         """Fills places whose content never matters."""
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generated text: `eos_id`, and the ends of turns that the model's files name."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """A Jinja template that turns messages into text (`nosa_jax.chat`)."""
+
     def encode(self, text: str | bytes, *, bos: bool = False, eos: bool = False) -> np.ndarray:
         """int32 ids of `text`, with bos and eos around it where asked for and known.
 
@@ -57,6 +66,8 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     pad_id = 258
+    stop_ids: tuple[int, ...] = (eos_id,)
+    chat_template: str | None = None
 
     def encode(self, text: str | bytes, *, bos: bool = False, eos: bool = False) -> np.ndarray:
         """int32 ids of the bytes (of the UTF-8 form of a string)."""
@@ -81,9 +92,24 @@ class JsonTokenizer:
     """A `tokenizer.json` of the `tokenizers` library.
 
     The special tokens are found by their usual names unless named here (`bos`, `eos`, `pad`: the token's text).
+
+    Args:
+      begins: whether documents begin with bos; without, `bos_id` is None and only chat templates know the token.
+      stop_ids: ends of a generated text besides eos.
+      chat_template: a Jinja template for `nosa_jax.chat`.
     """
 
-    def __init__(self, spec: str, *, bos: str | None = None, eos: str | None = None, pad: str | None = None) -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        bos: str | None = None,
+        eos: str | None = None,
+        pad: str | None = None,
+        begins: bool = True,
+        stop_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
         self._spec = spec
         self._tokenizer = tokenizers.Tokenizer.from_str(spec)
         # Files may ask for both, for use in training code of fixed shapes; here they would cut and pad texts silently.
@@ -91,10 +117,20 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._names = {"bos": bos, "eos": eos, "pad": pad}
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.bos_id = self._find("bos", _BOS_NAMES)
+        bos_id = self._find("bos", _BOS_NAMES)
+        self.bos_id = bos_id if begins else None
         self.eos_id = self._find("eos", _EOS_NAMES)
         pad_id = self._find("pad", _PAD_NAMES)
         self.pad_id = pad_id if pad_id is not None else 0  # its content never matters, so any id will do
+        self.begins = begins
+        self.chat_template = chat_template
+        self._more_stop_ids = tuple(dict.fromkeys(int(i) for i in stop_ids if i != self.eos_id))
+        self.stop_ids = (*(() if self.eos_id is None else (self.eos_id,)), *self._more_stop_ids)
+        self.special_tokens = {
+            f"{role}_token": None if i is None else self._tokenizer.id_to_token(i)
+            for role, i in (("bos", bos_id), ("eos", self.eos_id), ("pad", pad_id))
+        }
+        """The special tokens' texts, for chat templates."""
 
     def _find(self, role: str, usual: tuple[str, ...]) -> int | None:
         named = self._names[role]
@@ -104,8 +140,8 @@ class JsonTokenizer:
         return next((i for i in found if i is not None), None)
 
     @classmethod
-    def from_file(cls, path: str | Path, **special: str | None) -> "JsonTokenizer":
-        """Read a `tokenizer.json`. Raises InputError where it is missing or is not one."""
+    def from_file(cls, path: str | Path, **settings: Any) -> "JsonTokenizer":
+        """Read a `tokenizer.json`; settings as for the class. Raises InputError where it is missing or is not one."""
         path = Path(path)
         try:
             spec = path.read_text(encoding="utf-8")
@@ -114,7 +150,7 @@ class JsonTokenizer:
                 f"cannot read the tokenizer {str(path)!r}: {error}. Give {BYTES!r} or the path of a tokenizer.json."
             ) from error
         try:
-            return cls(spec, **special)
+            return cls(spec, **settings)
         except InputError:
             raise
         except Exception as error:  # the library raises bare Exception for every fault of the file
@@ -133,9 +169,21 @@ class JsonTokenizer:
         """Text of the ids without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).reshape(-1).tolist(), skip_special_tokens=True)
 
+    @property
+    def spec(self) -> str:
+        """The contents of the tokenizer.json."""
+        return self._spec
+
     def to_dict(self) -> dict[str, Any]:
-        """The whole file and the named special tokens."""
-        return {"kind": "tokenizer.json", "spec": json.loads(self._spec), **self._names}
+        """The whole file, the named special tokens, and what else was set."""
+        values: dict[str, Any] = {"kind": "tokenizer.json", "spec": json.loads(self._spec), **self._names}
+        if not self.begins:
+            values["begins"] = False
+        if self._more_stop_ids:
+            values["stop_ids"] = list(self._more_stop_ids)
+        if self.chat_template is not None:
+            values["chat_template"] = self.chat_template
+        return values
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
@@ -143,7 +191,14 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     if str(name) == BYTES:
         return ByteTokenizer()
     path = Path(name)
-    return JsonTokenizer.from_file(path / "tokenizer.json" if path.is_dir() else path)
+    if path.is_dir():
+        from nosa_jax.tokenizer_files import read_tokenizer  # it builds on this module
+
+        found = read_tokenizer(path)
+        if found is not None:
+            return found
+        path = path / "tokenizer.json"
+    return JsonTokenizer.from_file(path)
 
 
 def tokenizer_from_dict(values: dict[str, Any]) -> Tokenizer:
@@ -152,8 +207,15 @@ def tokenizer_from_dict(values: dict[str, Any]) -> Tokenizer:
         case "bytes":
             return ByteTokenizer()
         case "tokenizer.json":
-            special = {role: values.get(role) for role in ("bos", "eos", "pad")}
-            return JsonTokenizer(json.dumps(values["spec"]), **special)
+            return JsonTokenizer(
+                json.dumps(values["spec"]),
+                bos=values.get("bos"),
+                eos=values.get("eos"),
+                pad=values.get("pad"),
+                begins=values.get("begins", True),
+                stop_ids=values.get("stop_ids", ()),
+                chat_template=values.get("chat_template"),
+            )
         case kind:
             raise InputError(f"unknown tokenizer kind {kind!r}; this version reads {BYTES!r} and 'tokenizer.json'")
 
