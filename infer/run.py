@@ -1,5 +1,6 @@
 """One call of `generate`: rows that requests join and leave, one token of each at a time."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from nosa_jax.errors import InputError
 from nosa_jax.infer.decode import step
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.requests import GenerationResult, Request
 from nosa_jax.infer.sampling import SamplingState, empty_sampling, finished, sample, set_row
+from nosa_jax.infer.text_stream import StoppingStream
 from nosa_jax.offload.state import DecodeState, StepCounts
 
 
@@ -27,6 +30,8 @@ class Run:
         on_token: Callable[[int, int], None] | None,
         record_steps: bool,
     ) -> None:
+        if engine.tokenizer is None and any(r.params.stop for r in requests):
+            raise InputError("stop strings are text, but the engine has no tokenizer; pass tokenizer= or use eos_ids")
         self.engine, self.on_token, self.record_steps = engine, on_token, record_steps
         self.results: dict[int, GenerationResult] = {}
         self.generated = 0
@@ -37,6 +42,7 @@ class Run:
         self.waiting = deque(r for r in requests if r.params.max_new_tokens)
         self.rows: dict[int, Request] = {}
         self.groups: dict[int, np.ndarray] = {}
+        self.streams: dict[int, StoppingStream] = {}  # of rows whose requests have stop strings
         self.tokens: dict[int, list[int]] = {}
         self.counts: dict[int, list[StepCounts]] = {}
         self.greedy = all(r.params.temperature == 0 for r in requests)
@@ -71,6 +77,8 @@ class Run:
             self.state, self.groups[row] = self.engine._admit(self.state, row, request)
             self.sampling = set_row(self.sampling, row, request.params, request.index)
             self.rows[row], self.tokens[row], self.counts[row] = request, [], []
+            if request.params.stop:
+                self.streams[row] = StoppingStream(self.engine.tokenizer, request.params.stop)
             self.next_tokens, done, active, self.sampling = _first_token(
                 self.state.logits,
                 self.next_tokens,
@@ -96,7 +104,15 @@ class Run:
                 self.counts[row].append(StepCounts(*(x[:, row] for x in last)))
             if self.on_token is not None:
                 self.on_token(request.index, token)
-            if ended[row]:
+            if row in self.streams:
+                self.streams[row].push(token)
+                if ended[row]:
+                    self.streams[row].flush()
+            if row in self.streams and self.streams[row].stopped:
+                if not ended[row]:  # the device does not know: it must not decode for this row any more
+                    self.state = self.state.replace(active=self.state.active.at[row].set(False))
+                self._finish(row, "stop")
+            elif ended[row]:
                 self._finish(row, "eos" if token in request.params.eos_ids else "length")
 
     def _finish(self, row: int, reason: str) -> None:
@@ -104,7 +120,9 @@ class Run:
         groups = self.groups.pop(row)
         if len(groups):
             self.engine.allocator.free(groups)
-        self.results[request.index] = self._result(request, self.tokens.pop(row), reason, row, self.counts.pop(row))
+        result = self._result(request, self.tokens.pop(row), reason, row, self.counts.pop(row))
+        stream = self.streams.pop(row, None)
+        self.results[request.index] = result if stream is None else dataclasses.replace(result, text=stream.text)
 
     def _result(
         self, request: Request, tokens: list[int], reason: str, row: int | None, counts: list[StepCounts]

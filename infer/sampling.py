@@ -25,6 +25,8 @@ class SamplingParams:
       top_p: sample among the fewest most likely tokens whose probabilities sum to at least p, in (0, 1].
       seed: of this request's random stream. Its draws do not depend on the requests beside it.
       eos_ids: a token of these ends the request; it is the last of the generated tokens.
+      stop: the request ends where its text holds one of these strings, which is not part of the text any more. Special
+        tokens are no text: give their ids as eos_ids.
 
     Raises:
       InputError: a value outside its range; the message names both.
@@ -36,6 +38,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     eos_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, limit in (("max_new_tokens", 2**31), ("top_k", 2**31), ("seed", 2**32)):
@@ -50,6 +53,8 @@ class SamplingParams:
             raise InputError(f"eos_ids={self.eos_ids!r} must be a tuple of ids, like (257,)")
         if len(self.eos_ids) > MAX_EOS:
             raise InputError(f"{len(self.eos_ids)} eos_ids given; at most {MAX_EOS} are supported")
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise InputError(f"stop={self.stop!r} must be a tuple of texts that are not empty, like ('END',)")
 
 
 class SamplingState(NamedTuple):
