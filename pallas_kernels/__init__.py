@@ -5,7 +5,8 @@ One folder per operation: `reference.py` is the definition in plain jnp (the ora
 that chooses between them by `implementation=`.
 """
 
-from nosa_jax.pallas_kernels.decode_attention.api import decode_attention
+from nosa_jax.pallas_kernels.decode_attention.api import decode_attention, decode_attention_partial
+from nosa_jax.pallas_kernels.decode_attention.merge import Partial, merge_partials
 from nosa_jax.pallas_kernels.dense_attention.api import dense_attention
 from nosa_jax.pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation, default_implementation
 from nosa_jax.pallas_kernels.pooled_scores.api import pooled_scores
@@ -17,9 +18,12 @@ __all__ = [
     "IMPLEMENTATIONS",
     "NO_BLOCK",
     "Implementation",
+    "Partial",
     "decode_attention",
+    "decode_attention_partial",
     "default_implementation",
     "dense_attention",
+    "merge_partials",
     "pool_blocks",
     "pool_windows",
     "pooled_scores",

@@ -10,6 +10,7 @@ and are mostly empty, which leaves the tensor cores far from busy.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,9 @@ def decode_attention(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """[B, N, H] in the dtype of q; as `reference.decode_attention`, with float32 logits, softmax and sums."""
-    return decode_attention_partial(
-        q, slots, cis, slot_ids, block_ids, lengths, interpret=interpret
-    ).out.astype(q.dtype)
+    return decode_attention_partial(q, slots, cis, slot_ids, block_ids, lengths, interpret=interpret).out.astype(
+        q.dtype
+    )
 
 
 def decode_attention_partial(
@@ -73,6 +74,8 @@ def decode_attention_partial(
     return Partial(merged.out.reshape(q.shape), merged.lse.reshape(q.shape[:2]))
 
 
+# Compiled as a function of its own: its calls in one program, one for each layer, then share one compiled kernel.
+@partial(jax.jit, static_argnames=("plan", "interpret"))
 def _splits(
     q: jax.Array,  # [rows, H]
     slots: jax.Array,
@@ -99,11 +102,12 @@ def _splits(
         bias_rows = arrays[-1].shape[0] // (batch * n_kv)
     arrays += [slot_ids.reshape(-1), block_ids.reshape(-1), lengths]
 
-    def body(q_ref: jax.Ref, kv_ref: jax.Ref, *refs: jax.Ref) -> None:
+    def body(q_ref, kv_ref, *refs):
         bias_ref = refs[0] if cis is not None else None
         slot_ref, block_ref, length_ref, out_ref, lse_ref = refs[-5:]
         pair, split = lax.axis_index("pair"), lax.axis_index("split")
         length = length_ref[lax.div(pair, jnp.int32(n_kv))]
+        blocks = lax.div(length + (block - 1), jnp.int32(block))
         begin = split * plan.entries
         steps = lax.div(jnp.minimum(plan.entries, n_entries - begin) * parts, jnp.int32(pieces))
         first_row = jnp.minimum(pair * plan.rows, q.shape[0] - ROWS)  # 64 rows that exist, the group's among them
@@ -118,9 +122,10 @@ def _splits(
             return lax.rem(step * pieces + i, jnp.int32(parts))
 
         def seen_of(step, ids):
-            """Visible tokens of each piece, at most 0 if there are none."""
+            """Visible tokens of each piece, at most 0 if there are none; more than a piece if all are."""
             seen = [length - block_id * block - part_of(step, i) * piece for i, (_, block_id) in enumerate(ids)]
-            exists = [(slot >= 0) & (block_id >= 0) & (step < steps) for slot, block_id in ids]
+            # Compared as a block, since the first token of a very large id overflows.
+            exists = [(slot >= 0) & (block_id >= 0) & (block_id < blocks) & (step < steps) for slot, block_id in ids]
             return tuple(jnp.where(e, s, 0) for e, s in zip(exists, seen, strict=True))
 
         def any_of(conditions):
@@ -132,7 +137,9 @@ def _splits(
         def visible(seen, shape, axis, layout=WGMMA):
             """Which tokens along an axis of a tile are visible."""
             token = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
-            return any_of([(token >= i * piece) & (token < i * piece + jnp.minimum(s, piece)) for i, s in enumerate(seen)])
+            return any_of(
+                [(token >= i * piece) & (token < i * piece + jnp.minimum(s, piece)) for i, s in enumerate(seen)]
+            )
 
         def scope(k_smem, v_smem, bias_smem, left_smem, barriers):
             def fetch(step, ids, seen):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
 HEAD_DIMS = (64, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 MAX_BLOCK = 256
@@ -37,7 +39,7 @@ class Plan:
 
 
 def unsupported(
-    q: jax.Array, slots: jax.Array, cis: jax.Array | None, slot_ids: jax.Array, block_ids: jax.Array, lengths: jax.Array
+    q: Shaped, slots: Shaped, cis: Shaped | None, slot_ids: Shaped, block_ids: Shaped, lengths: Shaped
 ) -> str | None:
     """Why the kernel does not take these arguments, or None if it does."""
     (n_heads, head_dim), (n_kv, _, _, block) = q.shape[1:], slots.shape[1:5]

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nosa_jax.pallas_kernels.decode_attention.merge import Partial
+
 
 def decode_attention(
     q: jax.Array,
@@ -16,11 +18,25 @@ def decode_attention(
     lengths: jax.Array,
 ) -> jax.Array:
     """[B, N, H] in the dtype of q; logits, softmax and sums in float32."""
+    return decode_attention_partial(q, slots, cis, slot_ids, block_ids, lengths).out.astype(q.dtype)
+
+
+def decode_attention_partial(
+    q: jax.Array,
+    slots: jax.Array,
+    cis: jax.Array | None,
+    slot_ids: jax.Array,
+    block_ids: jax.Array,
+    lengths: jax.Array,
+) -> Partial:
+    """Out [B, N, H] and lse [B, N], float32."""
     batch, n_heads, head_dim = q.shape
     n_kv, _, _, block_size = slots.shape[1:5]
     grouped = q.reshape(batch, n_kv, n_heads // n_kv, head_dim)
 
-    valid = (slot_ids >= 0) & (block_ids >= 0)
+    # Compared as blocks, since the tokens of a very large id overflow.
+    blocks = (lengths + block_size - 1) // block_size
+    valid = (slot_ids >= 0) & (block_ids >= 0) & (block_ids < blocks[:, None, None])
     pages = jnp.take_along_axis(slots, jnp.where(valid, slot_ids, 0)[..., None, None, None], axis=2)
     safe_ids = jnp.where(valid, block_ids, 0)
     tokens = safe_ids[..., None] * block_size + jnp.arange(block_size)
@@ -37,9 +53,10 @@ def decode_attention(
         bias = jnp.take_along_axis(cis, safe_ids[..., None], axis=2)
         logits = logits + jnp.where(visible, bias, 0.0)[:, :, None]
     logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
-    top = logits.max(axis=(-2, -1), keepdims=True)
-    weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top))
-    total = weights.sum(axis=(-2, -1))[..., None]
+    top = logits.max(axis=(-2, -1), keepdims=True, initial=-jnp.inf)
+    safe_top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(logits - safe_top)
+    total = weights.sum(axis=(-2, -1))
     out = jnp.einsum(
         "bkgcp,bkcph->bkgh",
         weights.astype(slots.dtype),
@@ -47,5 +64,6 @@ def decode_attention(
         preferred_element_type=jnp.float32,
         precision=precision,
     )
-    out = out / jnp.where(total == 0, 1.0, total)
-    return out.reshape(q.shape).astype(q.dtype)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    lse = jnp.log(total) + safe_top[..., 0, 0]
+    return Partial(out.reshape(q.shape), lse.reshape(q.shape[:2]))
