@@ -4,6 +4,7 @@
 `assign_slots`, `swap_in` and `write_pages` are the single pieces.
 """
 
+from nosa_jax.ffi.append import PooledStatistics, append_token
 from nosa_jax.ffi.handlers import (
     Assignment,
     Fetched,
@@ -24,7 +25,9 @@ __all__ = [
     "HostPool",
     "PoolClosedError",
     "PoolStats",
+    "PooledStatistics",
     "TransferList",
+    "append_token",
     "assign_slots",
     "fetch_blocks",
     "has_cuda",

@@ -1,12 +1,14 @@
 """Adding one token to a layer's cache: window sums, pooled windows, cis, and the tail block."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.eviction import ranking_scores
+from nosa_jax.ffi import PooledStatistics, append_token, has_cuda
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
 
@@ -28,6 +30,29 @@ def append_pooling(
       k, cis: rotated key and eviction score of the new token at position `lengths`.
       lengths: tokens in each row before it.
     """
+    ranking = ranking_scores(cis, layout.config.eviction)
+    before = PooledStatistics(*(getattr(cache, name) for name in PooledStatistics._fields))
+    args = (before, k, cis, ranking, lengths, active)
+    by_xla = partial(_append_by_xla, layout=layout)
+    if has_cuda():
+        in_one_launch = partial(append_token, stride=layout.config.pool_stride)
+        after = jax.lax.platform_dependent(*args, cuda=in_one_launch, default=by_xla)
+    else:
+        after = by_xla(*args)
+    return dataclasses.replace(cache, **after._asdict())
+
+
+def _append_by_xla(
+    statistics: PooledStatistics,
+    k: jax.Array,
+    cis: jax.Array,
+    ranking: jax.Array,
+    lengths: jax.Array,
+    active: jax.Array,
+    *,
+    layout: CacheLayout,
+) -> PooledStatistics:
+    """What `ffi.append_token` does, on any device."""
     c = layout.config
     stride, strides = c.pool_stride, layout.n_strides
     stride_index, offset = lengths // stride, lengths % stride
@@ -40,8 +65,7 @@ def append_pooling(
         place = (current & active[:, None]).reshape(current.shape[0], 1, strides, *fill)
         return jnp.where(place, grown, sums)
 
-    rank = ranking_scores(cis, c.eviction)
-    key_sums, rank_sums = add(cache.key_sums, k), add(cache.rank_sums, rank)
+    key_sums, rank_sums = add(statistics.key_sums, k), add(statistics.rank_sums, ranking)
 
     window = stride_index - (strides - 1)
     complete = active & (offset == stride - 1) & (window >= 0)
@@ -61,13 +85,16 @@ def append_pooling(
     touched = jnp.stack([window, window + 1], axis=1) // windows_per_block  # [B, 2], often the same block twice
     touched = jnp.where(complete[:, None], touched, layout.n_blocks)
     block = jnp.where(active, lengths // c.block_size, layout.n_blocks)
-    return dataclasses.replace(
-        cache,
+    return PooledStatistics(
         key_sums=key_sums,
         rank_sums=rank_sums,
-        pooled_k=cache.pooled_k.at[rows, :, where].set(window_mean(key_sums).astype(cache.pooled_k.dtype), mode="drop"),
-        block_rank=cache.block_rank.at[rows[:, None], :, touched].max(window_mean(rank_sums)[:, None], mode="drop"),
-        cis=cache.cis.at[rows, :, block, lengths % c.block_size].set(cis, mode="drop"),
+        pooled_k=statistics.pooled_k.at[rows, :, where].set(
+            window_mean(key_sums).astype(statistics.pooled_k.dtype), mode="drop"
+        ),
+        block_rank=statistics.block_rank.at[rows[:, None], :, touched].max(
+            window_mean(rank_sums)[:, None], mode="drop"
+        ),
+        cis=statistics.cis.at[rows, :, block, lengths % c.block_size].set(cis, mode="drop"),
     )
 
 

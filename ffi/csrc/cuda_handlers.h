@@ -5,6 +5,7 @@
 
 namespace nosa {
 
+extern XLA_FFI_Handler* const kAppendTokenCuda;
 extern XLA_FFI_Handler* const kAssignSlotsCuda;
 extern XLA_FFI_Handler* const kSwapInCuda;
 extern XLA_FFI_Handler* const kWritePagesCuda;
@@ -13,6 +14,7 @@ extern XLA_FFI_Handler* const kStoreBlocksCuda;
 
 // Load the kernels into the calling thread's device now: the first launch may happen while a graph is captured, where
 // loading can fail.
+void LoadAppendKernels();
 void LoadAssignKernel();
 void LoadTransferKernels();
 

@@ -2,7 +2,6 @@
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -236,37 +235,6 @@ nb::dict CountsOf(const PinnedPool& pool) {
   return result;
 }
 
-// Seconds of each of `repeats` rows of `copies` back to back of `bytes` from pinned host memory to the device: the
-// rate that swap_in is measured against.
-std::vector<double> TimeMemcpy(int device, uintptr_t from, uintptr_t to, size_t bytes, int copies, int repeats) {
-  const OnDevice current(device);
-  Require(current.status, "CUDA device " + std::to_string(device));
-  cudaStream_t stream;
-  cudaEvent_t begin, end;
-  Require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  Require(cudaEventCreate(&begin), "event");
-  Require(cudaEventCreate(&end), "event");
-  std::vector<double> seconds;
-  cudaError_t status = cudaSuccess;
-  for (int i = 0; i < repeats && status == cudaSuccess; ++i) {
-    float milliseconds = 0;
-    cudaEventRecord(begin, stream);
-    for (int copy = 0; copy < copies && status == cudaSuccess; ++copy) {
-      status = cudaMemcpyAsync(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes,
-                               cudaMemcpyHostToDevice, stream);
-    }
-    cudaEventRecord(end, stream);
-    if (status == cudaSuccess) status = cudaEventSynchronize(end);
-    if (status == cudaSuccess) status = cudaEventElapsedTime(&milliseconds, begin, end);
-    seconds.push_back(milliseconds / 1e3);
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaStreamDestroy(stream);
-  Require(status, "copy");
-  return seconds;
-}
-
 nb::capsule Capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
 NB_MODULE(_cuda, m) {
@@ -276,8 +244,14 @@ NB_MODULE(_cuda, m) {
       .def("renew", &PinnedPool::Renew, nb::call_guard<nb::gil_scoped_release>())
       .def("counts", &CountsOf);
   m.def("take_fault", &TakeFault);
+  m.def("load_append_kernels", [](int device) {
+    const OnDevice current(device);
+    Require(current.status, "CUDA device " + std::to_string(device));
+    LoadAppendKernels();
+  });
   m.def("handlers", [] {
     nb::dict handlers;
+    handlers["nosa_append_token"] = Capsule(kAppendTokenCuda);
     handlers["nosa_assign_slots"] = Capsule(kAssignSlotsCuda);
     handlers["nosa_swap_in"] = Capsule(kSwapInCuda);
     handlers["nosa_write_pages"] = Capsule(kWritePagesCuda);
@@ -285,8 +259,6 @@ NB_MODULE(_cuda, m) {
     handlers["nosa_store_blocks"] = Capsule(kStoreBlocksCuda);
     return handlers;
   });
-  m.def("time_memcpy", &TimeMemcpy, nb::arg("device"), nb::arg("source"), nb::arg("destination"), nb::arg("bytes"),
-        nb::arg("copies"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

@@ -1,13 +1,16 @@
 """What grows token by token has the bits of what is pooled at once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from nosa_jax.eviction import ranking_scores
+from nosa_jax.ffi import PooledStatistics, append_token
 from nosa_jax.offload import CacheLayout, init_state
-from nosa_jax.offload.append import append_pooling, append_tail
+from nosa_jax.offload.append import _append_by_xla, append_pooling, append_tail
 from nosa_jax.selection import block_ranking, pooled_keys
 from tests.infer.cases import ONE_LAYER
 
@@ -68,3 +71,26 @@ def test_the_tail_goes_to_its_slot_and_nowhere_else():
     expected[1, 1, 0, 0, 3], expected[1, 1, 0, 1, 3] = k[1, 1], v[1, 1]
     tail_slot, lengths = jnp.asarray([[2, -1], [-1, 0]], jnp.int32), jnp.asarray([5, 7], jnp.int32)
     np.testing.assert_array_equal(append_tail(slots, k, v, tail_slot, lengths), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_launch_gives_the_bits_of_the_small_kernels(name):
+    """`append_token` against XLA, every array, with NaN keys and scores and a row that is not active."""
+    config = CONFIGS[name]
+    layout = CacheLayout(config, "nosa", ROWS, TOKENS, True, config.budget.total)
+    rng = np.random.default_rng(1)
+    cache = init_state(layout).layers[0]
+    one = two = PooledStatistics(*(getattr(cache, field) for field in PooledStatistics._fields))
+    by_xla = jax.jit(partial(_append_by_xla, layout=layout))
+    in_one_launch = jax.jit(partial(append_token, stride=config.pool_stride))
+    for step in range(TOKENS):
+        k = rng.normal(size=(ROWS, config.num_kv_heads, config.head_dim))
+        cis, ranking = rng.normal(size=(2, ROWS, config.num_kv_heads))
+        if step % 11 == 5:
+            k[0, 0, 1] = ranking[1, 0] = np.nan
+        args = (jnp.asarray(k, config.dtype), jnp.float32(cis), jnp.float32(ranking), jnp.full(ROWS, step, jnp.int32))
+        one = by_xla(one, *args, jnp.array([True, step > 9, False]))
+        two = in_one_launch(two, *args, jnp.array([True, step > 9, False]))
+    for field, a, b in zip(PooledStatistics._fields, one, two, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=field)
