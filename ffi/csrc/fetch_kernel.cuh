@@ -12,12 +12,15 @@
 
 #include <cooperative_groups.h>
 
+#include <algorithm>
+
 #include "transfer_kernel.cuh"
 
 namespace nosa {
 
 constexpr int kMaxCluster = 8;         // CTAs that every such GPU can put into a cluster
 constexpr int kMaxSlotsPerLane = 16;   // larger tables are better sorted
+constexpr int64_t kFetchSharedBytes = 96 * 1024;  // of a CTA: two of them fit on a multiprocessor
 constexpr int32_t kNoBlock = INT32_MAX;
 constexpr int32_t kClaimed = INT32_MIN;  // the bit that marks a slot whose block is wanted now
 
@@ -32,8 +35,8 @@ struct FetchArgs {
   int32_t* hits;
   int32_t* misses;
   int32_t* tail_slot;
-  int32_t assigners;   // warps of a CTA that take a pair at a time
-  int32_t warp_bytes;  // of shared memory, for each of those
+  int32_t assigners = 0;   // warps of a CTA that take a pair at a time
+  int32_t warp_bytes = 0;  // of shared memory, for each of those
 };
 
 // Shared memory of one assigning warp: the load list [C], blocks held [S], the map [M].
@@ -263,6 +266,44 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
     cluster.sync();  // the lists are read by others until here
   }
 #endif
+}
+
+// Whether one launch can do it: small enough tables, whole 16 bytes in a page.
+inline bool FitsFetchKernel(const TransferSizes& sizes) {
+  return sizes.slots <= kMaxSlotsPerLane * kLanes && sizes.page_bytes % static_cast<int64_t>(sizeof(uint4)) == 0 &&
+         FetchWarpBytes(sizes.entries, sizes.slots, sizes.blocks) <= kFetchSharedBytes;
+}
+
+template <int kPerLane>
+cudaError_t LaunchFetchKernel(const FetchArgs& args, int64_t n_ctas, cudaStream_t stream) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kMaxCluster, 1, 1};
+  while (n_ctas % cluster.val.clusterDim.x != 0) cluster.val.clusterDim.x /= 2;
+  cudaLaunchConfig_t config{};
+  config.gridDim.x = static_cast<unsigned>(n_ctas);
+  config.blockDim.x = kTransferThreads;
+  config.dynamicSmemBytes = static_cast<size_t>(args.assigners) * args.warp_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  if (config.dynamicSmemBytes > 46 * 1024) {  // the static share comes on top
+    cudaFuncSetAttribute(FetchKernel<kPerLane>, cudaFuncAttributeMaxDynamicSharedMemorySize, kFetchSharedBytes);
+  }
+  return cudaLaunchKernelEx(&config, FetchKernel<kPerLane>, args);
+}
+
+// Launches the kernel for arguments that fit, at least one pair of them.
+inline cudaError_t LaunchFetch(FetchArgs args, int64_t n_ctas, cudaStream_t stream) {
+  const TransferSizes& sizes = args.transfer.sizes;
+  const int64_t warp_bytes = FetchWarpBytes(sizes.entries, sizes.slots, sizes.blocks);
+  const int64_t pairs_per_cta = (sizes.rows * sizes.heads + n_ctas - 1) / n_ctas;
+  args.warp_bytes = static_cast<int32_t>(warp_bytes);
+  args.assigners = static_cast<int32_t>(
+      std::min({pairs_per_cta, kFetchSharedBytes / warp_bytes, static_cast<int64_t>(kTransferThreads / kLanes)}));
+  if (sizes.slots <= 4 * kLanes) return LaunchFetchKernel<4>(args, n_ctas, stream);
+  if (sizes.slots <= 8 * kLanes) return LaunchFetchKernel<8>(args, n_ctas, stream);
+  return LaunchFetchKernel<kMaxSlotsPerLane>(args, n_ctas, stream);
 }
 
 }  // namespace nosa

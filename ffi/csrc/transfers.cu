@@ -14,8 +14,6 @@
 namespace nosa {
 namespace {
 
-constexpr int64_t kFetchSharedBytes = 96 * 1024;  // of a CTA: two of them fit on a multiprocessor
-
 ffi::Error InvalidArgument(Caller caller, const std::string& what) {
   return ffi::Error::InvalidArgument(std::string(NameOf(caller)) + ": " + what);
 }
@@ -91,26 +89,6 @@ bool HasClusters() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
-template <int kPerLane>
-void LaunchFetch(const FetchArgs& args, int64_t n_ctas, cudaStream_t stream) {
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kMaxCluster;
-  while (n_ctas % cluster.val.clusterDim.x != 0) cluster.val.clusterDim.x /= 2;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim.x = static_cast<unsigned>(n_ctas);
-  config.blockDim.x = kTransferThreads;
-  config.dynamicSmemBytes = static_cast<size_t>(args.assigners) * args.warp_bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  if (config.dynamicSmemBytes > 46 * 1024) {  // the static share comes on top
-    cudaFuncSetAttribute(FetchKernel<kPerLane>, cudaFuncAttributeMaxDynamicSharedMemorySize, kFetchSharedBytes);
-  }
-  cudaLaunchKernelEx(&config, FetchKernel<kPerLane>, args);
-}
-
 ffi::Error FetchBlocks(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted,
                        Int32Buffer3 slot_block, Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step,
                        Int32Buffer1 fresh_from, Int32Buffer2 page_table, ffi::Result<ffi::AnyBuffer> new_cache,
@@ -130,31 +108,11 @@ ffi::Error FetchBlocks(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer 
   TransferArgs transfer{Faults(), handle.typed_data(), static_cast<std::byte*>(new_cache->untyped_data()),
                         load_block->typed_data(), load_slot->typed_data(), misses->typed_data(),
                         page_table.typed_data(), sizes, caller};
-  const int64_t warp_bytes = FetchWarpBytes(sizes.entries, sizes.slots, sizes.blocks);
-  if (sizes.slots <= kMaxSlotsPerLane * kLanes && warp_bytes <= kFetchSharedBytes &&
-      sizes.page_bytes % sizeof(uint4) == 0 && HasClusters()) {
-    const int64_t pairs_per_cta = (sizes.rows * sizes.heads + n_ctas - 1) / n_ctas;
-    const int64_t assigners = std::min({pairs_per_cta, kFetchSharedBytes / warp_bytes,
-                                        static_cast<int64_t>(kTransferThreads / kLanes)});
-    const FetchArgs args{transfer,
-                         wanted.typed_data(),
-                         step.typed_data(),
-                         fresh_from.typed_data(),
-                         slot_ids->typed_data(),
-                         new_slot_block->typed_data(),
-                         new_last_used->typed_data(),
-                         hits->typed_data(),
-                         misses->typed_data(),
-                         tail_slot->typed_data(),
-                         static_cast<int32_t>(assigners),
-                         static_cast<int32_t>(warp_bytes)};
-    if (sizes.slots <= 4 * kLanes) {
-      LaunchFetch<4>(args, n_ctas, stream);
-    } else if (sizes.slots <= 8 * kLanes) {
-      LaunchFetch<8>(args, n_ctas, stream);
-    } else {
-      LaunchFetch<kMaxSlotsPerLane>(args, n_ctas, stream);
-    }
+  if (FitsFetchKernel(sizes) && HasClusters()) {
+    LaunchFetch({transfer, wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
+                 new_slot_block->typed_data(), new_last_used->typed_data(), hits->typed_data(), misses->typed_data(),
+                 tail_slot->typed_data()},
+                n_ctas, stream);
     return LastError(caller);
   }
   error = LaunchAssign(NameOf(caller),

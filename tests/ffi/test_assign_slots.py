@@ -1,6 +1,7 @@
-"""assign_slots against the rule written in plain Python (oracle.assign_head)."""
+"""assign_slots, and fetch_blocks that contains it, against the rule written in plain Python (oracle.assign_head)."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,75 +13,133 @@ from hypothesis import strategies as st
 from nosa_jax import ffi
 from tests.ffi.oracle import INT_MAX, assign_head
 
+PAGE = (2, 1, 2)  # numbers of float32: 16 bytes
+
 
 @functools.partial(jax.jit, static_argnames="n_blocks")
-def jitted(wanted, slot_block, last_used, step, fresh_from, n_blocks):
+def jitted_assign(wanted, slot_block, last_used, step, fresh_from, n_blocks):
     return ffi.assign_slots(wanted, slot_block, last_used, step, fresh_from, n_blocks=n_blocks)
 
 
-def compare(wanted, slot_block, last_used, step, fresh_from, n_blocks) -> ffi.Assignment:
-    """Run the handler and check every output of every row and head; returns what it gave, as NumPy."""
-    wanted, slot_block, last_used, fresh_from = (
-        np.asarray(x, np.int32) for x in (wanted, slot_block, last_used, fresh_from)
+@functools.partial(jax.jit, donate_argnames=("cache", "slot_block", "last_used"))
+def jitted_fetch(handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table):
+    return ffi.fetch_blocks(
+        handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, layer=1, n_layers=2
     )
-    got = jax.tree.map(
-        np.asarray, jitted(wanted, slot_block, last_used, jnp.int32(step), fresh_from, n_blocks=n_blocks)
-    )
-    rows, heads, n_wanted = wanted.shape
-    for b in range(rows):
-        for k in range(heads):
-            want = assign_head(
+
+
+class Pages:
+    """Pages of made-up contents for `fetch_blocks`, which goes to layer 1 of 2."""
+
+    def __init__(self, make_pool: Callable[..., ffi.HostPool]) -> None:
+        self.make_pool = make_pool
+        self.pools: dict[tuple[int, int, int], tuple[ffi.HostPool, np.ndarray]] = {}
+
+    def run(self, wanted, slot_block, last_used, step, fresh_from, n_blocks, load):
+        """What `fetch_blocks` gives, after the check of the cache against the `load` lists [(row, head)]."""
+        rows, heads, n_slots = slot_block.shape
+        key = rows, heads, n_blocks
+        if key not in self.pools:
+            table = np.random.default_rng(0).permutation(rows * n_blocks).reshape(rows, n_blocks).astype(np.int32)
+            self.pools[key] = self.make_pool(rows * n_blocks * heads * 2, 4 * int(np.prod(PAGE))), table
+        pool, table = self.pools[key]
+        expected = -1 - np.arange(np.prod((rows, heads, n_slots, *PAGE)), dtype=np.float32)
+        expected = expected.reshape(rows, heads, n_slots, *PAGE)
+        before = jnp.array(expected)
+        for (row, head), moves in load.items():
+            for block, slot in moves:
+                page = np.array([row, head, block, step % 100], np.float32).reshape(PAGE)
+                pool.write_page((int(table[row, block]) * 2 + 1) * heads + head, page)
+                expected[row, head, slot] = page
+        counts = pool.stats()
+        got = jitted_fetch(
+            pool.handle, before, wanted, jnp.array(slot_block), jnp.array(last_used), jnp.int32(step), fresh_from, table
+        )
+        got = jax.tree.map(np.asarray, got)
+        pool.check()
+        np.testing.assert_array_equal(got.cache, expected)
+        moved = sum(len(moves) for moves in load.values())
+        after = pool.stats()
+        assert (after.read_calls - counts.read_calls, after.pages_read - counts.pages_read) == (1, moved)
+        return got
+
+
+@pytest.fixture(params=["assign_slots", "fetch_blocks"])
+def compare(request, device, make_pool):
+    """Runs the handler and checks every output of every row and head; gives what it gave, as NumPy."""
+    pages = Pages(make_pool)
+
+    def run(wanted, slot_block, last_used, step, fresh_from, n_blocks):
+        wanted, slot_block, last_used, fresh_from = (
+            np.asarray(x, np.int32) for x in (wanted, slot_block, last_used, fresh_from)
+        )
+        rows, heads, n_wanted = wanted.shape
+        want = {
+            (b, k): assign_head(
                 wanted[b, k].tolist(), slot_block[b, k].tolist(), last_used[b, k].tolist(), step,
                 int(fresh_from[b]), n_blocks,
-            )  # fmt: skip
-            n = len(want.load)
-            where = f"row {b}, head {k}"
-            assert got.slot_ids[b, k].tolist() == want.slot_ids, where
-            assert got.slot_block[b, k].tolist() == want.slot_block, where
-            assert got.last_used[b, k].tolist() == want.last_used, where
+            )
+            for b in range(rows)
+            for k in range(heads)
+        }  # fmt: skip
+        if request.param == "assign_slots":
+            got = jitted_assign(wanted, slot_block, last_used, jnp.int32(step), fresh_from, n_blocks=n_blocks)
+            got = jax.tree.map(np.asarray, got)
+        else:
+            load = {where: head.load for where, head in want.items()}
+            got = pages.run(wanted, slot_block, last_used, step, fresh_from, n_blocks, load)
+        for (b, k), head in want.items():
+            where, n = f"row {b}, head {k}", len(head.load)
+            assert got.slot_ids[b, k].tolist() == head.slot_ids, where
+            assert got.slot_block[b, k].tolist() == head.slot_block, where
+            assert got.last_used[b, k].tolist() == head.last_used, where
+            assert (got.hits[b, k], got.misses[b, k]) == (head.hits, head.misses), where
+            if isinstance(got, ffi.Fetched):
+                tail = [s for w, s in zip(wanted[b, k], head.slot_ids, strict=True) if w == fresh_from[b]]
+                assert got.tail_slot[b, k] == (tail[0] if tail else -1), where
+                continue
             assert got.load.count[b, k] == n, where
-            assert list(zip(got.load.block[b, k, :n].tolist(), got.load.slot[b, k, :n].tolist(), strict=True)) == (
-                want.load
-            ), where
+            moves = zip(got.load.block[b, k, :n].tolist(), got.load.slot[b, k, :n].tolist(), strict=True)
+            assert list(moves) == head.load, where
             assert got.load.block[b, k, n:].tolist() == got.load.slot[b, k, n:].tolist() == [-1] * (n_wanted - n), where
-            assert (got.hits[b, k], got.misses[b, k]) == (want.hits, want.misses), where
-    return got
+        return got
+
+    return run
 
 
-def test_first_step_fills_empty_slots_in_order(device):
+def test_first_step_fills_empty_slots_in_order(compare):
     got = compare([[[4, 2, 7]]], [[[-1] * 5]], [[[0] * 5]], 1, [8], 8)
     assert got.slot_ids.tolist() == [[[0, 1, 2]]]
-    assert got.load.block.tolist() == [[[4, 2, 7]]]
+    assert got.slot_block.tolist() == [[[4, 2, 7, -1, -1]]]
     assert (got.hits.item(), got.misses.item()) == (0, 3)
 
 
-def test_padding_is_not_a_block_and_repeats_count_once(device):
+def test_padding_is_not_a_block_and_repeats_count_once(compare):
     """B3's ids: -1, M and INT_MAX name nothing, in particular not the last block."""
     got = compare([[[-1, 3, 8, 3, INT_MAX, -INT_MAX, 7]]], [[[7] + [-1] * 6]], [[[1] * 7]], 2, [8], 8)
     assert got.slot_ids.tolist() == [[[-1, 1, -1, 1, -1, -1, 0]]]
     assert (got.hits.item(), got.misses.item()) == (1, 1)
 
 
-def test_wanted_slots_are_never_victims(device):
+def test_wanted_slots_are_never_victims(compare):
     """The oldest slot is wanted last in the list, and must survive the misses before it (S == C)."""
     got = compare([[[9, 8, 5]]], [[[5, 6, 7]]], [[[0, 1, 2]]], 3, [10], 10)
     assert got.slot_ids.tolist() == [[[1, 2, 0]]]
     assert got.hits.item() == 1
 
 
-def test_ties_take_the_lower_slot(device):
+def test_ties_take_the_lower_slot(compare):
     got = compare([[[9, 8]]], [[[1, 2, 3, 4]]], [[[5, 5, 5, 5]]], 6, [10], 10)
     assert got.slot_ids.tolist() == [[[0, 1]]]
 
 
-def test_fresh_blocks_are_not_loaded_and_not_counted(device):
+def test_fresh_blocks_are_not_loaded_and_not_counted(compare):
     got = compare([[[0, 1, 2]], [[0, 1, 2]]], [[[2, -1, -1]]] * 2, [[[0] * 3]] * 2, 1, [1, 3], 3)
-    assert got.load.count.tolist() == [[1], [2]]
     assert got.hits.tolist() == [[1], [1]]
     assert got.misses.tolist() == [[1], [2]]
 
 
-def test_nothing_wanted_changes_nothing(device):
+def test_nothing_wanted_changes_nothing(compare):
     got = compare([[[-1, -1]]], [[[3, 4]]], [[[1, 2]]], 9, [5], 5)
     assert got.slot_block.tolist() == [[[3, 4]]]
     assert got.last_used.tolist() == [[[1, 2]]]
@@ -108,12 +167,12 @@ def cases(draw):
 @given(case=cases())
 @example(case=(np.array([[[0]]]), np.array([[[-1]]]), np.array([[[0]]]), 2**31 - 1, np.array([1]), 1))
 @example(case=(np.array([[[1]]]), np.array([[[0]]]), np.array([[[-(2**31)]]]), 0, np.array([9]), 9))
-def test_any_tables_give_what_the_rule_gives(device, case):
+def test_any_tables_give_what_the_rule_gives(compare, case):
     compare(*case)
 
 
 @pytest.mark.parametrize("extra", [0, 1, 64])
-def test_a_long_run_at_full_size_follows_the_rule(device, extra):
+def test_a_long_run_at_full_size_follows_the_rule(compare, extra):
     """64 wanted blocks that drift over 1000: the tables of each step are the input of the next."""
     rng = np.random.default_rng(extra)
     n_wanted, n_blocks = 64, 1000
@@ -129,6 +188,30 @@ def test_a_long_run_at_full_size_follows_the_rule(device, extra):
         for table in slot_block.reshape(4, n_slots):
             resident = table[table >= 0]
             assert len(set(resident.tolist())) == len(resident), "no block may be in two slots"
+
+
+@pytest.mark.parametrize(
+    ("n_wanted", "n_slots", "n_blocks"),
+    [(130, 200, 300), (300, 500, 600), (200, 700, 900), (3, 5, 70_000)],
+)
+def test_large_tables_follow_the_rule(compare, n_wanted, n_slots, n_blocks):
+    """Sizes for which the GPU takes other ways: several slots a lane, more than it holds, a map that does not fit."""
+    rng = np.random.default_rng(n_slots)
+    slot_block = np.full((1, 2, n_slots), -1, np.int32)
+    wanted = np.empty((1, 2, n_wanted), np.int32)
+    for k in range(2):
+        blocks = rng.permutation(n_blocks)[: n_slots - 3 + n_wanted // 2]
+        slot_block[0, k, rng.permutation(n_slots)[: n_slots - 3]] = blocks[: n_slots - 3]
+        wanted[0, k] = blocks[-n_wanted:]
+    compare(wanted, slot_block, rng.integers(0, 20, slot_block.shape), 50, [blocks[-1]], n_blocks)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (11, 3), (65, 5)])
+def test_any_number_of_rows_and_heads_follows_the_rule(compare, rows, heads):
+    """Fewer pairs of a row and a head than thread blocks, and more than all their warps."""
+    rng = np.random.default_rng(rows)
+    order = rng.permuted(np.broadcast_to(np.arange(12), (rows, heads, 12)), axis=-1)
+    compare(order[..., 3:7], order[..., :6], rng.integers(0, 5, (rows, heads, 6)), 9, rng.integers(0, 13, rows), 12)
 
 
 def test_too_few_slots_are_refused(device):
