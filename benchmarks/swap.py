@@ -2,10 +2,10 @@
 
     python benchmarks/swap.py --out benchmarks/results
 
-Builds and runs swap_graph.cu (nvcc), which times the kernels and memcpy in CUDA graphs of the same form; then times the
-handlers as JAX calls them. Writes swap.json (every figure, with device, versions and commit) and swap.png. All times are
-medians of several; a time per call in a loop is the slope between two numbers of calls, so that the dispatch of the
-step is not in it.
+Builds and runs swap_graph.cu (nvcc), which times the kernels and memcpy in CUDA graphs of the same form; then times
+the handlers as JAX calls them. Writes swap.json (every figure, with device, versions and commit) and swap.png. All
+times are medians of several; a time per call in a loop is the slope between two numbers of calls, so that the dispatch
+of the step is not in it.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def graph_figures(folder: Path) -> dict[str, list[dict[str, float]]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of so many bytes, in pages spread over the rows and KV heads of a batch of 16, where there are enough."""
+    """One call of so many bytes, its pages spread over the rows and KV heads of a batch of 16 if there are enough."""
 
     call_bytes: int
 
@@ -92,9 +92,9 @@ def per_call(step: Callable[..., Any], few: int, many: int, *arguments: object) 
     )
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="calls")
 def in_loop(calls, handle, cache, load, table):
-    """`calls` swaps in a `fori_loop`; the number of calls is data."""
+    """`calls` swaps in a `fori_loop`."""
 
     def body(_, cache):
         return ffi.swap_in(handle, cache, load, table, layer=0, n_layers=1, keep_if_unused=False)

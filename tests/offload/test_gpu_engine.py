@@ -1,0 +1,137 @@
+"""One computation over two memories, on a GPU: where streams, captured graphs and real device memory are at stake."""
+
+import dataclasses
+import gc
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nosa_jax.ffi import assign_slots
+from nosa_jax.infer import Engine, decode, decode_step
+from nosa_jax.offload import append, residency
+from tests.infer.cases import ONE_LAYER, SMALL, C, offloaded, random_model, random_tokens, resident, run_steps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with jax.default_device(device):
+        yield device
+
+
+GRAPHS = {
+    "off": "--xla_gpu_enable_command_buffer=",
+    "default": "",
+    "forced": "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN "
+    "--xla_gpu_graph_min_graph_size=1",
+}
+GENERATE = """
+import numpy as np
+from nosa_jax.infer import SamplingParams
+from tests.infer.cases import offloaded, random_model, random_tokens, run_steps
+model = random_model()
+with offloaded(model) as engine:
+    prompts = [random_tokens(n, seed=n) for n in (33, 11, 64)]
+    trace = run_steps(model, engine.prefill(prompts), 16)
+    engine.check()
+    print("misses", trace.misses.sum() > 0)
+    print(trace.logits.argmax(axis=-1)[:, :3].tolist())
+    print([r.tokens for r in engine.generate(prompts, SamplingParams(max_new_tokens=14))])
+"""
+
+
+def test_j3_cuda_graphs_off_on_by_default_and_forced_give_the_same_tokens():
+    """J3: 16 steps by hand and 14 through `generate`, each setting in a process of its own."""
+    outcomes = {}
+    for name, flags in GRAPHS.items():
+        environment = os.environ | {
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", GENERATE], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        outcomes[name] = run.stdout
+    assert outcomes["off"].startswith("misses True")
+    assert outcomes["off"] == outcomes["default"] == outcomes["forced"]
+
+
+def delayed(x: jax.Array) -> jax.Array:
+    """The same bits, about a millisecond later: after a chain of products that they seem to depend on."""
+    slow = jax.lax.fori_loop(0, 20, lambda _, y: y @ y, jnp.eye(2048) + x.reshape(-1)[0] * 0)
+    return jnp.where(jnp.isinf(slow[0, 0]), jnp.zeros_like(x), x)
+
+
+def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(monkeypatch):
+    """O1: C + 1 slots; a slot is filled with NaN when its block is evicted; keys arrive late at the tail block, so that
+    a write to the host or an attention that did not wait would see what was there before."""
+
+    def poisoned_bring_in(cache, block_ids, lengths, page_table, handle, step, *, layer, layout):
+        fresh_from = lengths // layout.config.block_size
+        tables = assign_slots(block_ids, cache.slot_block, cache.last_used, step, fresh_from, n_blocks=layout.n_blocks)
+        freed = tables.slot_block != cache.slot_block
+        cache = dataclasses.replace(cache, slots=jnp.where(freed[..., None, None, None], jnp.nan, cache.slots))
+        return residency.bring_in(cache, block_ids, lengths, page_table, handle, step, layer=layer, layout=layout)
+
+    def late_append_tail(slots, k, v, tail_slot, lengths):
+        return append.append_tail(slots, delayed(k), delayed(v), tail_slot, lengths)
+
+    monkeypatch.setattr(decode, "bring_in", poisoned_bring_in)
+    monkeypatch.setattr(decode, "append_tail", late_append_tail)
+    step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
+    model, prompts = random_model(ONE_LAYER), [random_tokens(33), random_tokens(11)]
+    options = dict(max_batch=2, max_context=33 + 200)
+    with offloaded(model, slots=C + 1, **options) as engine:
+        state = engine.prefill(prompts)
+        layers = [
+            dataclasses.replace(x, slots=jnp.where((x.slot_block < 0)[..., None, None, None], jnp.nan, x.slots))
+            for x in state.layers
+        ]
+        moved = run_steps(model, state.replace(layers=tuple(layers)), 200, step)
+        engine.check()
+    monkeypatch.undo()
+    stayed = run_steps(model, resident(model, **options).prefill(prompts), 200)
+    np.testing.assert_array_equal(moved.logits, stayed.logits)
+    np.testing.assert_array_equal(moved.ids, stayed.ids)
+    assert moved.misses.sum() > 100
+
+
+def test_o7_device_memory_grows_with_context_as_the_formula_says(gpu):
+    """O7: bytes in use on the device with the state of one engine at 32K, 64K and 128K tokens, after steps."""
+    config = SMALL.replace(
+        embed_dim=64, num_layers=4, head_dim=128, block_size=64, pool_window=32, pool_stride=16, local_blocks=3,
+        dtype="bfloat16", max_context=2**17,
+    )  # fmt: skip
+    model, rows = random_model(config), 2
+    in_use = {}
+    for context in (2**15, 2**16, 2**17):
+        gc.collect()
+        before = gpu.memory_stats()["bytes_in_use"]
+        engine = Engine(model, max_batch=rows, max_context=context, slots=2 * config.budget.total)
+        state = engine.prefill([random_tokens(200), random_tokens(100)])
+        for _ in range(3):
+            logits, state = decode_step(model, state, np.zeros(rows, np.int32))
+        jax.block_until_ready(state)
+        del logits
+        gc.collect()
+        in_use[context] = gpu.memory_stats()["bytes_in_use"] - before
+        formula = engine.layout.bytes_per_token()
+        engine.close()
+        del state, engine
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    for short, long in ((2**15, 2**16), (2**16, 2**17)):
+        slope = (in_use[long] - in_use[short]) / (long - short) / rows
+        print(f"{short} to {long} tokens: {slope:.2f} bytes per token, formula {formula}, KV {kv_bytes}")
+        assert slope == pytest.approx(formula, rel=0.03)
+        assert slope < kv_bytes / 8
