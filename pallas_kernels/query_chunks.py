@@ -10,16 +10,16 @@ from jax import lax
 
 def map_query_chunks(
     fn: Callable[..., Any], per_query: tuple[jax.Array, ...], chunk: int, *, remat: bool = False
-) -> jax.Array:
+) -> Any:
     """`fn(*per_query)`, evaluated for `chunk` query positions at a time.
 
     Args:
-      fn: takes arrays [B, t, ...] and returns one [B, t, ...]; rows must not depend on each other.
+      fn: takes arrays [B, t, ...] and returns a pytree of them; rows must not depend on each other.
       per_query: arrays [B, T, ...]; the last chunk is padded by repeating the final row.
       chunk: query positions per evaluation.
       remat: recompute a chunk in the backward pass instead of keeping its intermediates.
 
-    Returns: [B, T, ...].
+    Returns: the pytree that fn returns, with arrays [B, T, ...].
     """
     if remat:
         fn = jax.checkpoint(fn, prevent_cse=False)
@@ -33,6 +33,8 @@ def map_query_chunks(
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), mode="edge")
         return jnp.moveaxis(x.reshape(x.shape[0], n_chunks, chunk, *x.shape[2:]), 1, 0)
 
-    out = lax.map(lambda rows: fn(*rows), tuple(split(x) for x in per_query))
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(out.shape[0], n_chunks * chunk, *out.shape[3:])[:, :length]
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], n_chunks * chunk, *x.shape[3:])[:, :length]
+
+    return jax.tree.map(join, lax.map(lambda rows: fn(*rows), tuple(split(x) for x in per_query)))

@@ -5,6 +5,7 @@ program sums over one chunk, and a second kernel adds the chunks' float32 sums i
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -12,34 +13,44 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from nosa_jax.pallas_kernels.sparse_attention.layouts import KernelInputs, QueryCotangents
 from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
     COLUMN,
     LOWEST,
     ROW,
     along_columns,
     along_rows,
+    logits,
     member_bits,
     multiply,
     multiply_into,
     unit_bits,
 )
-from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling, matrix_transforms
+from nosa_jax.pallas_kernels.sparse_attention.tiling import ROWS, Tiling, matrix_transforms
 from nosa_jax.pallas_kernels.sparse_attention.visits import ENTRY, BlockVisits
 
 KEYS = 64  # keys of a program: the M of one wgmma. Blocks of more are cut; beyond a smaller block rows are ignored
 
 
 def _chunk_body(
-    q_ref, do_ref, lse_ref, delta_ref, limit_ref, k_ref, v_ref, cis_ref, entry_ref, block_ref, first_ref, count_ref,
-    *rest, tiling: Tiling, stages: int, blocks: int, keys_per_row: int, want_k: bool, want_v: bool,
-):  # fmt: skip
-    """One program; the refs' shapes are those of `key_gradients`."""
-    outs, scoped = rest[:-1], rest[-1]
+    refs: tuple[Any, ...],
+    scoped: tuple[Any, ...],
+    *,
+    tiling: Tiling,
+    stages: int,
+    blocks: int,
+    keys_per_row: int,
+    want_k: bool,
+    want_v: bool,
+) -> None:
+    """One program; `refs` and `scoped` are what `_chunk_sums` passes and allocates."""
+    q_ref, do_ref, lse_ref, delta_ref, limit_ref, k_ref, v_ref, cis_ref = refs[:8]
+    entry_ref, block_ref, first_ref, count_ref, *outs = refs[8:]
     k_smem, v_smem, cis_smem, q_smem, do_smem, lse_smem, delta_smem, limit_smem, entry_smem, p_smem = scoped[:10]
     k_full, q_full, do_full, q_free, do_free = scoped[10:]
     chunk, part, wg = lax.axis_index("chunk"), lax.axis_index("part"), lax.axis_index("wg")
     count, first = count_ref[chunk], first_ref[chunk]
-    rows, scale = tiling.rows, tiling.head_dim**-0.5
+    rows = tiling.rows
 
     @pl.when(wg < tiling.warpgroups)
     def _consumer():
@@ -51,9 +62,8 @@ def _chunk_body(
 
         def differentiate(slot, bits, carry):
             dk, dv, dcis = carry
-            x = multiply(k_smem, q_smem.at[slot, my_rows]) * (scale * LOG2E)
-            if cis_smem is not None:
-                x += along_rows(plgpu.load(cis_smem, layout=ROW) * LOG2E, x.shape)
+            bias = None if cis_smem is None else along_rows(plgpu.load(cis_smem, layout=ROW), (KEYS, ROWS))
+            x, factor = logits(multiply(k_smem, q_smem.at[slot, my_rows]), bias, tiling.head_dim)
 
             def cut(x):
                 limit = plgpu.load(limit_smem.at[slot, my_rows], layout=COLUMN)
@@ -62,7 +72,7 @@ def _chunk_body(
 
             x = lax.cond(start + (KEYS - 1) > entry_smem[slot, 2 + wg], cut, lambda x: x, x)
             lse = plgpu.load(lse_smem.at[slot, my_rows], layout=COLUMN)
-            p = jnp.exp2(x - along_columns(jnp.where((col_bit & bits) != 0, lse, -LOWEST), x.shape))
+            p = jnp.exp2(x * factor - along_columns(jnp.where((col_bit & bits) != 0, lse, -LOWEST), x.shape))
             plgpu.barrier_wait(do_full.at[slot])
             if want_v:
                 dv = multiply_into(dv, p.astype(q_smem.dtype), do_smem.at[slot, my_rows], p_mine)
@@ -136,9 +146,16 @@ def _chunk_body(
 
 
 def _chunk_sums(
-    q, d_out, lse2, delta, limits, k, v, cis, visits: BlockVisits, tiling: Tiling, want_k: bool, want_v: bool, interpret
+    inputs: KernelInputs,
+    cotangents: QueryCotangents,
+    visits: BlockVisits,
+    interpret: plgpu.InterpretGPUParams | None,
+    *,
+    want_k: bool,
+    want_v: bool,
 ) -> list[jax.Array]:
     """Per chunk, part of the block and warpgroup: the wanted ones of dk (before the scale), dv and dcis."""
+    tiling, q, k, v, cis, limits, _ = inputs
     chunks, parts, wgs, head_dim = visits.block.shape[0], -(-tiling.block_size // KEYS), tiling.warpgroups, q.shape[1]
     stages = tiling.key_gradient_stages(KEYS)
     has_cis = cis is not None
@@ -147,14 +164,14 @@ def _chunk_sums(
     matrix_sum = jax.ShapeDtypeStruct((chunks, parts, wgs, KEYS, head_dim), jnp.float32)
     bias_sum = jax.ShapeDtypeStruct((chunks, parts, wgs, KEYS), jnp.float32)
 
-    def entry(*refs):
+    def entry(*refs: Any) -> None:
         refs = refs if has_cis else (*refs[:7], None, *refs[7:])
         kernel = partial(
             _chunk_body, tiling=tiling, stages=stages, blocks=visits.blocks, keys_per_row=keys_per_row,
             want_k=want_k, want_v=want_v,
         )  # fmt: skip
         pl.run_scoped(
-            lambda *scoped: kernel(*refs, scoped),
+            lambda *scoped: kernel(refs, scoped),
             plgpu.SMEM((KEYS, head_dim), q.dtype, transforms=matrices),
             plgpu.SMEM((KEYS, head_dim), q.dtype, transforms=matrices),
             plgpu.SMEM((KEYS,), jnp.float32) if has_cis else None,
@@ -180,14 +197,20 @@ def _chunk_sums(
         grid_names=("chunk", "part"),
         num_threads=wgs + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=interpret is None),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
     tensors = (k, v, cis) if has_cis else (k, v)
-    return kernel(q, d_out, lse2, delta, limits, *tensors, visits.entries, visits.block, visits.first, visits.count)
+    return kernel(q, *cotangents, limits, *tensors, visits.entries, visits.block, visits.first, visits.count)
 
 
-def _add_chunks(sums: jax.Array, chunk_start: jax.Array, scale: float, dtype, interpret) -> jax.Array:
+def _add_chunks(
+    sums: jax.Array,
+    chunk_start: jax.Array,
+    scale: float,
+    dtype: jnp.dtype,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> jax.Array:
     """[blocks, parts, KEYS, ...]: the sums [chunks, parts, warpgroups, KEYS, ...] of each block's chunks, in order."""
     _, parts, wgs, *shape = sums.shape
     blocks = chunk_start.shape[0] - 1
@@ -215,39 +238,35 @@ def _add_chunks(sums: jax.Array, chunk_start: jax.Array, scale: float, dtype, in
 
 
 def key_gradients(
-    q: jax.Array,
-    d_out: jax.Array,
-    lse2: jax.Array,
-    delta: jax.Array,
-    limits: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cis: jax.Array | None,
+    inputs: KernelInputs,
+    cotangents: QueryCotangents,
     visits: BlockVisits,
-    tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dk, dv [R * padded keys, H] in the dtype of k, and dcis [R * padded keys] float32 or None.
-
-    Args as for `mosaic_dq.query_gradient`, with the visits of each block instead of the union lists.
-    """
-    args = (q, d_out, lse2, delta, limits, *(_with_tail(x, tiling.block_size) for x in (k, v, cis)), visits, tiling)
-    if q.shape[1] <= 128:
-        dk, dv, *dcis = _chunk_sums(*args, True, True, interpret)
+    """dk, dv [R * padded keys, H] in the dtype of k, and dcis [R * padded keys] float32 or None."""
+    k, block_size, head_dim = inputs.k, inputs.tiling.block_size, inputs.tiling.head_dim
+    inputs = inputs._replace(
+        k=_with_tail(k, block_size),
+        v=_with_tail(inputs.v, block_size),
+        cis=None if inputs.cis is None else _with_tail(inputs.cis, block_size),
+    )
+    sums = partial(_chunk_sums, inputs, cotangents, visits, interpret)
+    if head_dim <= 128:
+        dk, dv, *dcis = sums(want_k=True, want_v=True)
     else:  # both sums together do not fit in registers
-        dk, *dcis = _chunk_sums(*args, True, False, interpret)
-        (dv,) = _chunk_sums(*args, False, True, interpret)
-    dk = _add_chunks(dk, visits.chunk_start, q.shape[1] ** -0.5, k.dtype, interpret)
+        dk, *dcis = sums(want_k=True, want_v=False)
+        (dv,) = sums(want_k=False, want_v=True)
+    dk = _add_chunks(dk, visits.chunk_start, head_dim**-0.5, k.dtype, interpret)
     dv = _add_chunks(dv, visits.chunk_start, 1.0, k.dtype, interpret)
-    dk, dv = (x.reshape(x.shape[0], -1, x.shape[-1])[:, : tiling.block_size].reshape(k.shape) for x in (dk, dv))
+    dk, dv = (x.reshape(x.shape[0], -1, head_dim)[:, :block_size].reshape(k.shape) for x in (dk, dv))
     if not dcis:
         return dk, dv, None
-    totals = _add_chunks(dcis[0], visits.chunk_start, 1.0, jnp.float32, interpret)
-    return dk, dv, totals.reshape(totals.shape[0], -1)[:, : tiling.block_size].reshape(-1)
+    totals = _add_chunks(dcis[0], visits.chunk_start, 1.0, dcis[0].dtype, interpret)
+    return dk, dv, totals.reshape(totals.shape[0], -1)[:, :block_size].reshape(-1)
 
 
-def _with_tail(x: jax.Array | None, block_size: int) -> jax.Array | None:
+def _with_tail(x: jax.Array, block_size: int) -> jax.Array:
     """Rows behind the last block, where programs read KEYS rows from the start of a part that is smaller."""
-    if x is None or block_size % KEYS == 0:
+    if block_size % KEYS == 0:
         return x
     return jnp.pad(x, ((0, KEYS), *((0, 0),) * (x.ndim - 1)))

@@ -1,6 +1,7 @@
 """Backward kernel for the queries: a tile walks the union of its blocks again and recomputes the weights."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -8,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from nosa_jax.pallas_kernels.sparse_attention.layouts import KernelInputs, QueryCotangents
 from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
     COLUMN,
     LOWEST,
@@ -15,24 +17,22 @@ from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
     along_columns,
     along_rows,
     list_parts,
+    logits,
     member_bits,
     multiply,
     multiply_into,
     unit_bits,
 )
-from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling, matrix_transforms
-from nosa_jax.pallas_kernels.sparse_attention.unions import TileUnions
+from nosa_jax.pallas_kernels.sparse_attention.tiling import ROWS, Tiling, matrix_transforms
 
 
-def _body(
-    q_ref, do_ref, lse_ref, delta_ref, limit_ref, k_ref, v_ref, cis_ref, ids_ref, bits_ref, count_ref, first_ref,
-    dq_ref, scoped, *, tiling: Tiling, stages: int, scale: float,
-):  # fmt: skip
-    """One program; the refs' shapes are those of `query_gradient`."""
-    q_smem, do_smem, lse_smem, delta_smem, limit_smem, k_smem, v_smem, cis_smem, ds_smem, ids_smem, bits_smem = scoped[
-        :11
-    ]
-    k_full, v_full, k_free, v_free, q_full, list_full = scoped[11:]
+def _body(refs: tuple[Any, ...], scoped: tuple[Any, ...], *, tiling: Tiling, stages: int) -> None:
+    """One program; `refs` and `scoped` are what `query_gradient` passes and allocates."""
+    q_ref, do_ref, lse_ref, delta_ref, limit_ref, k_ref, v_ref, cis_ref, ids_ref, bits_ref = refs[:10]
+    count_ref, first_ref, dq_ref = refs[10:]
+    q_smem, do_smem, lse_smem, delta_smem, limit_smem, k_smem, v_smem, cis_smem, ds_smem = scoped[:9]
+    ids_smem, bits_smem, *barriers = scoped[9:]
+    k_full, v_full, k_free, v_free, q_full, list_full = barriers
     row, tiles = lax.axis_index("row"), lax.axis_size("tile")
     tile = tiles - 1 - lax.axis_index("tile")
     wg = lax.axis_index("wg")
@@ -59,9 +59,10 @@ def _body(
         row_bit, my_bits = member_bits(tiling, wg, ROW), unit_bits(tiling, wg)
 
         def differentiate(j, slot, bits, dq):
-            x = multiply(q_mine, k_smem.at[slot]) * (scale * LOG2E)
+            bias = None
             if cis_smem is not None:
-                x += along_columns(plgpu.load(cis_smem.at[slot, pl.ds(0, step)], layout=COLUMN) * LOG2E, x.shape)
+                bias = along_columns(plgpu.load(cis_smem.at[slot, pl.ds(0, step)], layout=COLUMN), (ROWS, step))
+            x, factor = logits(multiply(q_mine, k_smem.at[slot]), bias, tiling.head_dim)
             start = ids_smem[lax.div(j, tiling.substeps)] * tiling.block_size + lax.rem(j, tiling.substeps) * step
 
             def cut(x):
@@ -70,7 +71,7 @@ def _body(
 
             x = lax.cond(start + (step - 1) > first_limit, cut, lambda x: x, x)
             member = (row_bit & bits) != 0
-            p = jnp.exp2(x - along_rows(jnp.where(member, lse, -LOWEST), x.shape))
+            p = jnp.exp2(x * factor - along_rows(jnp.where(member, lse, -LOWEST), x.shape))
             plgpu.barrier_wait(v_full.at[slot])
             dp = multiply(do_mine, v_smem.at[slot])
             plgpu.barrier_arrive(v_free.at[slot])
@@ -93,7 +94,7 @@ def _body(
 
         dq = plgpu.layout_cast(jnp.zeros((ROWS, tiling.head_dim), jnp.float32), plgpu.Layout.WGMMA)
         dq = lax.fori_loop(0, steps, step_loop, dq)
-        q_mine[...] = (dq * scale).astype(q_smem.dtype)
+        q_mine[...] = (dq * tiling.head_dim**-0.5).astype(q_smem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_mine, dq_ref.at[my_rows])
         plgpu.wait_smem_to_gmem(0)
@@ -124,25 +125,10 @@ def _body(
 
 
 def query_gradient(
-    q: jax.Array,
-    d_out: jax.Array,
-    lse2: jax.Array,
-    delta: jax.Array,
-    limits: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cis: jax.Array | None,
-    unions: TileUnions,
-    tiling: Tiling,
-    interpret: plgpu.InterpretGPUParams | None,
+    inputs: KernelInputs, cotangents: QueryCotangents, interpret: plgpu.InterpretGPUParams | None
 ) -> jax.Array:
-    """dq in the layout and dtype of q.
-
-    Args:
-      q, d_out, limits, k, v, cis, unions: as for `mosaic_forward.forward`; d_out in the layout of q.
-      lse2: [rows] float32, the log of the sum of exponentials in base 2, finite.
-      delta: [rows] float32, the sum of out * d_out over the head dim, less the cotangent of the log-sum-exp.
-    """
+    """dq in the layout and dtype of q."""
+    tiling, q, k, v, cis, limits, unions = inputs
     n_rows, tiles, listed = unions.ids.shape
     stages = tiling.query_gradient_stages(listed)
     wgs, step, head_dim = tiling.warpgroups, tiling.step, tiling.head_dim
@@ -150,11 +136,11 @@ def query_gradient(
     has_cis = cis is not None
     matrices = matrix_transforms(step, head_dim)
 
-    def entry(*refs):
+    def entry(*refs: Any) -> None:
         refs = refs if has_cis else (*refs[:7], None, *refs[7:])
-        kernel = partial(_body, tiling=tiling, stages=stages, scale=head_dim**-0.5)
+        kernel = partial(_body, tiling=tiling, stages=stages)
         pl.run_scoped(
-            lambda *scoped: kernel(*refs, scoped),
+            lambda *scoped: kernel(refs, scoped),
             plgpu.SMEM((wgs, ROWS, head_dim), q.dtype, transforms=matrices),
             plgpu.SMEM((wgs, ROWS, head_dim), q.dtype, transforms=matrices),
             plgpu.SMEM((wgs, ROWS), jnp.float32),
@@ -182,9 +168,9 @@ def query_gradient(
         grid_names=("row", "tile"),
         num_threads=wgs + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=interpret is None),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
     ids, bits = (x.reshape(n_rows * tiles, listed) for x in (unions.ids, unions.bits))
     tensors = (k, v, cis) if has_cis else (k, v)
-    return kernel(q, d_out, lse2, delta, limits, *tensors, ids, bits, unions.count.reshape(-1), first)
+    return kernel(q, *cotangents, limits, *tensors, ids, bits, unions.counts.reshape(-1), first)

@@ -1,6 +1,7 @@
 """Forward kernel: a tile of neighbouring queries walks the union of their selected blocks once."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -8,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from nosa_jax.pallas_kernels.sparse_attention.layouts import KernelInputs
 from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
     COLUMN,
     LOWEST,
@@ -15,20 +17,18 @@ from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
     along_columns,
     along_rows,
     list_parts,
+    logits,
     member_bits,
     multiply,
     multiply_into,
     unit_bits,
 )
 from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling, matrix_transforms
-from nosa_jax.pallas_kernels.sparse_attention.unions import TileUnions
 
 
-def _body(
-    q_ref, k_ref, v_ref, cis_ref, ids_ref, bits_ref, count_ref, limit_ref, first_ref, out_ref, lse_ref, scoped,
-    *, tiling: Tiling, stages: int, scale: float, has_cis: bool,
-):  # fmt: skip
-    """One program; the refs' shapes are those of `forward`."""
+def _body(refs: tuple[Any, ...], scoped: tuple[Any, ...], *, tiling: Tiling, stages: int) -> None:
+    """One program; `refs` and `scoped` are what `forward` passes and allocates."""
+    q_ref, k_ref, v_ref, cis_ref, ids_ref, bits_ref, count_ref, limit_ref, first_ref, out_ref, lse_ref = refs
     q_smem, k_smem, v_smem, cis_smem, p_smem, ids_smem, bits_smem, limit_smem, lse_smem = scoped[:9]
     k_full, v_full, k_free, v_free, q_full, list_full = scoped[9:]
     row, tiles = lax.axis_index("row"), lax.axis_size("tile")
@@ -55,9 +55,10 @@ def _body(
 
         def attend(j, slot, bits, carry):
             acc, top, total = carry
-            x = multiply(q_mine, k_smem.at[slot]) * (scale * LOG2E)
-            if has_cis:
-                x += along_columns(plgpu.load(cis_smem.at[slot, pl.ds(0, step)], layout=COLUMN) * LOG2E, x.shape)
+            bias = None
+            if cis_smem is not None:
+                bias = along_columns(plgpu.load(cis_smem.at[slot, pl.ds(0, step)], layout=COLUMN), (ROWS, step))
+            x, factor = logits(multiply(q_mine, k_smem.at[slot]), bias, head_dim)
             plgpu.barrier_arrive(k_free.at[slot])
             start = ids_smem[lax.div(j, tiling.substeps)] * tiling.block_size + lax.rem(j, tiling.substeps) * step
 
@@ -67,9 +68,9 @@ def _body(
 
             x = lax.cond(start + (step - 1) > first_limit, cut, lambda x: x, x)
             member = (row_bit & bits) != 0
-            new_top = jnp.maximum(top, jnp.where(member, x.max(axis=1), LOWEST))
+            new_top = jnp.maximum(top, jnp.where(member, x.max(axis=1) * factor, LOWEST))
             alpha = jnp.exp2(top - new_top)
-            p = jnp.exp2(x - along_rows(jnp.where(member, new_top, -LOWEST), x.shape))
+            p = jnp.exp2(x * factor - along_rows(jnp.where(member, new_top, -LOWEST), x.shape))
             total = total * alpha + p.sum(axis=1)
             acc *= along_rows(alpha, acc.shape)
             p16 = p.astype(q_smem.dtype)
@@ -123,7 +124,7 @@ def _body(
                 plgpu.barrier_wait(k_free.at[slot])
 
             plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_full.at[slot])
-            if has_cis:
+            if cis_smem is not None:
                 plgpu.copy_gmem_to_smem(cis_ref.at[keys], cis_smem.at[slot, pl.ds(0, step)], k_full.at[slot])
 
             @pl.when(j >= stages)
@@ -133,26 +134,13 @@ def _body(
             plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_full.at[slot])
 
 
-def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cis: jax.Array | None,
-    unions: TileUnions,
-    limits: jax.Array,
-    tiling: Tiling,
-    interpret: plgpu.InterpretGPUParams | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of R = batch * KV heads rows of tiles.
-
-    Args:
-      q: [R * tiles * tile rows, H], the rows of a tile together. k, v: [R * padded keys, H], finite everywhere.
-      cis: [R * padded keys] float32 or None.
-      unions: per row and tile. limits: [R * tiles * tile rows] int32, the last key position that a row may see.
+def forward(inputs: KernelInputs, interpret: plgpu.InterpretGPUParams | None) -> tuple[jax.Array, jax.Array]:
+    """Attention of every query row over its selected blocks.
 
     Returns: the output in the layout and dtype of q, and the natural log of the sum of exponentials per row, float32,
       -inf where nothing is visible (the output is 0 there).
     """
+    tiling, q, k, v, cis, limits, unions = inputs
     n_rows, tiles, listed = unions.ids.shape
     stages = tiling.forward_stages(listed)
     wgs, step, head_dim = tiling.warpgroups, tiling.step, tiling.head_dim
@@ -160,11 +148,11 @@ def forward(
     has_cis = cis is not None
     matrices = matrix_transforms(step, head_dim)
 
-    def entry(*refs):
-        kernel = partial(_body, tiling=tiling, stages=stages, scale=head_dim**-0.5, has_cis=has_cis)
+    def entry(*refs: Any) -> None:
+        kernel = partial(_body, tiling=tiling, stages=stages)
         refs = refs if has_cis else (*refs[:3], None, *refs[3:])
         pl.run_scoped(
-            lambda *scoped: kernel(*refs, scoped),
+            lambda *scoped: kernel(refs, scoped),
             plgpu.SMEM((wgs, ROWS, head_dim), q.dtype, transforms=matrices),
             plgpu.SMEM((stages, step, head_dim), q.dtype, transforms=matrices),
             plgpu.SMEM((stages, step, head_dim), q.dtype, transforms=matrices),
@@ -190,9 +178,9 @@ def forward(
         grid_names=("row", "tile"),
         num_threads=wgs + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=interpret is None),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
     ids, bits = (x.reshape(n_rows * tiles, listed) for x in (unions.ids, unions.bits))
     tensors = (q, k, v, cis) if has_cis else (q, k, v)
-    return kernel(*tensors, ids, bits, unions.count.reshape(-1), limits, first)
+    return kernel(*tensors, ids, bits, unions.counts.reshape(-1), limits, first)

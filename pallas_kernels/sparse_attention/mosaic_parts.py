@@ -1,12 +1,14 @@
 """What the forward and backward kernels of sparse attention share."""
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from nosa_jax.pallas_kernels.sparse_attention.tiling import ROWS, Tiling
+from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling
 
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one value per row of a wgmma result
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -34,7 +36,18 @@ def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def multiply(left, right) -> jax.Array:
+def logits(products: jax.Array, bias: jax.Array | None, head_dim: int) -> tuple[jax.Array, float]:
+    """x and the factor that turns x into exponents of 2, for products of queries and keys and biases of their shape.
+
+    With a bias x is the logit itself, rounded once: a constant added to all biases cancels as it would in exact
+    arithmetic, since exp2(x * factor - top) is a fused multiply-add with one rounded `top` per query.
+    """
+    if bias is None:
+        return products, head_dim**-0.5 * LOG2E
+    return products * head_dim**-0.5 + bias, LOG2E
+
+
+def multiply(left: Any, right: Any) -> jax.Array:
     """left @ right.T of two shared-memory matrices, in float32 registers."""
 
     def product(ref):
@@ -44,7 +57,7 @@ def multiply(left, right) -> jax.Array:
     return pl.run_scoped(product, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
 
 
-def multiply_into(acc: jax.Array, left: jax.Array, right, scratch) -> jax.Array:
+def multiply_into(acc: jax.Array, left: jax.Array, right: Any, scratch: Any) -> jax.Array:
     """acc + left @ right, with `left` in registers.
 
     `scratch` is None on the GPU. The interpreter takes the left operand from shared memory only, and no initialised

@@ -14,10 +14,26 @@ def sparse_attention(
     cis: jax.Array | None,
     block_ids: jax.Array,
     positions: jax.Array,
+    lengths: jax.Array | None = None,
     *,
     block_size: int,
 ) -> jax.Array:
     """[B, T, N, H] in the dtype of q, computed in float32; memory grows with T * C * block_size."""
+    return with_lse(q, k, v, cis, block_ids, positions, lengths, block_size=block_size)[0]
+
+
+def with_lse(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cis: jax.Array | None,
+    block_ids: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    block_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The same with the log of the sum of exponentials [B, T, N], float32, -inf where a query sees nothing."""
     batch, length, n_heads, head_dim = q.shape
     n_keys, n_kv = k.shape[1:3]
     n_blocks = -(-n_keys // block_size)
@@ -26,6 +42,9 @@ def sparse_attention(
     in_range = (block_ids >= 0) & (block_ids < n_blocks)
     tokens = jnp.where(in_range, block_ids, 0)[..., None] * block_size + jnp.arange(block_size)
     visible = in_range[..., None] & (tokens <= positions[:, :, None, None, None]) & (tokens < n_keys)
+    if lengths is not None:
+        ends = lengths[:, None, None, None]
+        visible &= (tokens < ends[..., None]) & (positions[:, :, None, None] < ends)[..., None]
     tokens = jnp.where(visible, tokens, 0).reshape(batch, length, n_kv, -1)
     visible = visible.reshape(tokens.shape)
 
@@ -42,8 +61,12 @@ def sparse_attention(
         logits = logits + jnp.where(visible, gather(cis), 0.0)[:, :, :, None]
     logits = jnp.where(visible[:, :, :, None], logits, -jnp.inf)
     top = lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(logits - top)
     total = weights.sum(axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1.0, total)
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    weights = weights / total
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
     out = jnp.einsum("btkgj,btkjh->btkgh", weights, selected_v, precision=lax.Precision.HIGHEST)
-    return out.reshape(q.shape).astype(q.dtype)
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])

@@ -4,13 +4,10 @@ import math
 from dataclasses import dataclass
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 
 ROWS = 64  # query rows of a warpgroup: the M of one wgmma
 LOG2E = math.log2(math.e)
-HEAD_DIMS = (64, 96, 128, 192, 256)
 SHARED_MEMORY = 224 * 1024  # bytes of a Hopper SM that one program may take, less room for barriers
-MAX_LISTED = 4096  # blocks in a union list: 32 KiB of shared memory for ids and bits
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,8 @@ class Tiling:
     def choose(cls, head_dim: int, block_size: int, group: int, warpgroups: int = 2) -> "Tiling":
         """Groups are padded to a power of two, and to 4 so that a tile's queries fit the 32 bits of a list entry."""
         padded = max(4, 1 << (group - 1).bit_length())
-        step = max(s for s in range(16, 65, 16) if block_size % s == 0)
+        longest = 64 if head_dim <= 192 else 32  # two stages must fit beside the queries and their cotangents
+        step = max(s for s in range(16, longest + 1, 16) if block_size % s == 0)
         return cls(head_dim, block_size, group, padded, warpgroups, step)
 
     @property
@@ -66,7 +64,6 @@ class Tiling:
         stage = self.step * self.head_dim * 4 + self.padded_step * 4
         return min(4, (SHARED_MEMORY - fixed) // stage)
 
-
     def query_gradient_stages(self, listed: int) -> int:
         """The same for the kernel that also holds the output's cotangents."""
         fixed = self.rows * (self.head_dim * 4 + 12) + listed * 8
@@ -91,18 +88,3 @@ def matrix_transforms(rows: int, columns: int) -> tuple:
     """Tiling and swizzle of a 16-bit matrix in shared memory; wgmma contracts either dimension in whole tiles."""
     swizzle = plgpu.find_swizzle(math.gcd(rows, columns) * 16)
     return (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-
-
-def unsupported(q_dtype, k_dtype, v_dtype, head_dim: int, group: int, block_size: int, listed: int) -> str | None:
-    """Why the kernels do not take these inputs, or None."""
-    if q_dtype not in (jnp.bfloat16, jnp.float16) or k_dtype != q_dtype or v_dtype != q_dtype:
-        return f"q, k and v must share bfloat16 or float16, and are {q_dtype}, {k_dtype}, {v_dtype}"
-    if head_dim not in HEAD_DIMS:
-        return f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if group > ROWS:
-        return f"{group} query heads per KV head exceed {ROWS}"
-    if block_size % 16 or not 16 <= block_size <= 256:
-        return f"block_size={block_size} is not a multiple of 16 up to 256"
-    if listed > MAX_LISTED:
-        return f"neighbouring queries can select up to {listed} blocks together; the limit is {MAX_LISTED}"
-    return None

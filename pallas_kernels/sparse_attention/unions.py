@@ -16,14 +16,14 @@ TOKEN_BITS = 5  # a sort key holds the query's number within its tile in its low
 class TileUnions(NamedTuple):
     """The union lists of R = batch * KV heads rows of tiles.
 
-    ids, bits: [R, tiles, U]; entry j < count is a block id and the queries (bit i: query i of the tile) selecting it.
-    Ids ascend; entries from count on are 0.
-    count: [R, tiles].
+    ids, bits: [R, tiles, U]; entry j < counts is a block id and the queries (bit i: query i of the tile) selecting it.
+    Ids ascend; entries from there on are 0.
+    counts: [R, tiles].
     """
 
     ids: jax.Array
     bits: jax.Array
-    count: jax.Array
+    counts: jax.Array
 
 
 def union_capacity(n_blocks: int, tokens: int, selected: int) -> int:

@@ -42,7 +42,7 @@ def block_visits(unions: TileUnions, limits: jax.Array, n_blocks: int) -> BlockV
     """Turn union lists of tiles with 2 * 64 rows round; `limits` [rows] holds the last visible key of every row."""
     n_rows, tiles, listed = unions.ids.shape
     total = n_rows * n_blocks
-    valid = jnp.arange(listed, dtype=jnp.int32) < unions.count[..., None]
+    valid = jnp.arange(listed, dtype=jnp.int32) < unions.counts[..., None]
     keys = jnp.where(valid, unions.ids + n_blocks * jnp.arange(n_rows, dtype=jnp.int32)[:, None, None], total)
     place = jnp.arange(keys.size, dtype=jnp.int32)
     keys, place = lax.sort((keys.reshape(-1), place), num_keys=1)
