@@ -1,40 +1,52 @@
-"""Generation for a batch of prompts over a cache whose blocks live in host memory."""
+"""Generation for requests that come and go, over a cache whose blocks live in host memory."""
 
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-import jax.numpy as jnp
-import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nosa_jax.config import AttentionKind
 from nosa_jax.errors import InputError
-from nosa_jax.ffi import HostPool
+from nosa_jax.infer.driving import Driver
 from nosa_jax.infer.frozen import FrozenModel, freeze
-from nosa_jax.infer.plan import MemoryPlan, make_plan
+from nosa_jax.infer.handle import RequestHandle
+from nosa_jax.infer.jobs import Job
+from nosa_jax.infer.metrics import EngineMetrics, Recorder
+from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, MemoryPlan, make_plan
 from nosa_jax.infer.prefill import prefill_row
 from nosa_jax.infer.requests import GenerationResult, Prompt, Request, check_prompts, make_requests
-from nosa_jax.infer.run import Run
+from nosa_jax.infer.row_memory import RowMemory
 from nosa_jax.infer.sampling import SamplingParams
+from nosa_jax.infer.scheduler import Scheduler
+from nosa_jax.infer.text_stream import StoppingStream
+from nosa_jax.infer.warm_up import warm_up_prompts
 from nosa_jax.model import NosaLM
-from nosa_jax.offload.pages import OutOfPagesError, PageAllocator
-from nosa_jax.offload.state import DecodeState, StepCounts, init_state
+from nosa_jax.offload.pages import PageAllocator
+from nosa_jax.offload.state import DecodeState
 from nosa_jax.tokenizer import Tokenizer
 
 
 class Engine:
-    """Owns a cache layout and the host pages, and decodes with them (docs/03).
+    """Owns a cache layout and the host pages, and decodes with them (docs/03, docs/09).
 
     Args:
       model: the model; its matrices are cast to the config's compute dtype once.
-      max_batch: rows decoded together. More prompts than that wait for a free row.
+      max_batch: rows decoded together; more requests than that wait. None: as many as the budgets hold.
       max_context: tokens per row, prompt and generated ones together.
       attention: which system decodes; None for the config's. "dense" needs `offload=False`.
       offload: keep KV blocks in host memory and only the selected ones on the device.
       slots: device slots per row and KV head when offloading; None plans them (`make_plan`).
       device_budget, host_budget: bytes or text like "20GiB".
       tokenizer: turns text prompts into ids and results into text.
+      prefill_chunk: tokens of prompts that are read between two decode steps, at most. Fewer let running requests
+        wait less when others come, more read long prompts faster.
+      max_queue: most requests that may wait in `submit`; None for any number.
+      max_overtaken: how often a request that waits for pages may be overtaken by ones that need fewer.
 
     Raises:
       InputError: sizes that do not fit together.
@@ -45,7 +57,7 @@ class Engine:
         self,
         model: NosaLM | FrozenModel,
         *,
-        max_batch: int,
+        max_batch: int | None,
         max_context: int,
         attention: AttentionKind | None = None,
         offload: bool = True,
@@ -53,7 +65,13 @@ class Engine:
         device_budget: int | float | str | None = None,
         host_budget: int | float | str | None = None,
         tokenizer: Tokenizer | None = None,
+        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        max_queue: int | None = None,
+        max_overtaken: int = 8,
     ) -> None:
+        for name, value, least in (("max_queue", max_queue, 1), ("max_overtaken", max_overtaken, 0)):
+            if value is not None and value < least:
+                raise InputError(f"{name}={value} must be at least {least}")
         self.model = freeze(model)
         self.tokenizer = tokenizer
         self.plan: MemoryPlan = make_plan(
@@ -66,13 +84,19 @@ class Engine:
             slots=slots,
             device_budget=device_budget,
             host_budget=host_budget,
+            prefill_chunk=prefill_chunk,
         )
         self.layout = self.plan.layout
+        self.max_queue = max_queue
         self.closed = False
-        self._pool: HostPool | None = None
-        self._state: DecodeState | None = None
+        self._memory = RowMemory(self.plan)
+        self._pool = self._memory.pool
+        self._scheduler = Scheduler(
+            self.model, self._memory, tokenizer, prefill_chunk=prefill_chunk, max_overtaken=max_overtaken
+        )
+        self._driver = Driver(self._scheduler)
+        self._submitting = threading.Lock()  # a state is revoked before others' pages are given out, and not meanwhile
         self._handed_out = False  # whether a caller may still hold a state whose rows have pages
-        self._reset()
 
     def __enter__(self) -> Self:
         return self
@@ -83,11 +107,107 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the host pages. Closing again does nothing; states of this engine cannot be stepped any more."""
+        """Cancel what waits or runs and free the host pages. Closing again does nothing.
+
+        States of this engine cannot be stepped any more.
+        """
         self.closed = True
-        self._state = None
-        if self._pool is not None:
-            self._pool.close()
+        self._driver.stop(drain=False)
+        self._driver.abandon()
+        self._scheduler.state = None
+        self._memory.close()
+
+    # Requests that come and go.
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        on_token: Callable[[int], None] | None = None,
+        record_steps: bool = False,
+        stream: int = 0,
+    ) -> RequestHandle:
+        """Let a request wait for its turn; from any thread, at any time.
+
+        Host pages for the prompt and all its new tokens are reserved when it is admitted, so nothing runs out in
+        mid-decode.
+
+        Args:
+          prompt: a text or token ids.
+          params: greedy by default.
+          timeout: seconds from now after which it ends with what it has got, `finish_reason` "timeout".
+          on_token: called with each token as it comes, by the thread that does the engine's work. An exception in it
+            fails this request and no other.
+          record_steps: keep the counts of every decode step in the result.
+          stream: tells apart the random streams of requests with equal seeds; `generate` gives prompt i stream i.
+
+        Raises:
+          InputError: the prompt is empty, too long for the plan, or holds unknown ids.
+          OutOfPagesError: the host pool could not hold it even alone.
+          QueueFullError: `max_queue` requests wait already.
+        """
+        self._check_open()
+        (tokens,) = check_prompts([prompt], self.tokenizer, self.layout.config.vocab_size)
+        (request,) = make_requests([tokens], params or SamplingParams(), self.layout)
+        self._check_request(request)
+        if timeout is not None and not timeout > 0:
+            raise InputError(f"timeout={timeout} must be a positive number of seconds")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._submitting:
+            self._revoke()
+            return self._enqueue(
+                request, stream, self.max_queue, deadline=deadline, on_token=on_token, record_steps=record_steps
+            )
+
+    @contextmanager
+    def serving(self) -> Iterator[Self]:
+        """Do the engine's work in a thread of its own while the block runs.
+
+        At its end everything submitted is finished first; if it ends by an exception, requests are cancelled.
+        """
+        self._check_open()
+        self._driver.start()
+        try:
+            yield self
+        except BaseException:
+            self._driver.stop(drain=False)
+            raise
+        self._driver.stop(drain=True)
+
+    def run_until_idle(self) -> None:
+        """Do the engine's work in this thread until no request waits or runs; for use without `serving`."""
+        self._check_open()
+        while self._driver.turn(lambda: not self._driver.serving):
+            if self._driver.serving:
+                raise RuntimeError("a thread serves this engine already; wait for the requests' results")
+
+    def metrics(self) -> EngineMetrics:
+        """Counters, times and queue lengths; from any thread, without waiting for the device."""
+        return self._scheduler.recorder.metrics(**self._scheduler.counts())
+
+    def warm_up(self, *, sampling: bool = True) -> float:
+        """Compile everything that requests within the plan can need, by running some; resets the metrics.
+
+        Args:
+          sampling: also for requests with a temperature.
+
+        Returns: the seconds it took.
+
+        Raises:
+          RuntimeError: requests wait or run.
+        """
+        self._check_open()
+        self._check_idle("warm_up")
+        start = time.perf_counter()
+        prompts, params = warm_up_prompts(self.plan, sampling=sampling)
+        for one, its in zip(prompts, params, strict=True):
+            self.generate([one], its)
+        self._scheduler.recorder = Recorder(self.layout.page_bytes)
+        return time.perf_counter() - start
+
+    # All at once.
 
     def generate(
         self,
@@ -100,11 +220,8 @@ class Engine:
     ) -> list[GenerationResult]:
         """Continue every prompt.
 
-        Host pages for a prompt and all its new tokens are reserved before it is read, so nothing runs out in
-        mid-decode. Prompts beyond `max_batch`, or beyond the free pages, wait until a row and its pages are free.
-
         Args:
-          prompts: texts or lists of token ids.
+          prompts: texts or lists of token ids, any number; see `submit`. `max_queue` does not apply.
           params: one for all prompts or one each; the defaults are greedy.
           on_token: called with the prompt's index and each token as it is generated.
           record_steps: keep the counts of every decode step in the results.
@@ -115,31 +232,50 @@ class Engine:
         Raises:
           InputError: a prompt that is empty, too long for the plan, or holds unknown ids.
           OutOfPagesError: a request that the host pool could not hold even alone. Nothing was started in either case.
+          Exception: what `on_token` raised, or a fault of the device; all prompts are given up then.
         """
         self._check_open()
         tokens = check_prompts(prompts, self.tokenizer, self.layout.config.vocab_size)
         requests = make_requests(tokens, SamplingParams() if params is None else params, self.layout)
         for request in requests:
-            self._check_pages([request])
-        self._revoke()
-        run = Run(self, requests, on_token, record_steps)
+            self._check_request(request)
         bar = Progress(
             TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
             disable=not progress,
         )  # fmt: skip
+        task = bar.add_task("tokens", total=sum(r.params.max_new_tokens for r in requests))
+
+        def tell(index: int, token: int) -> None:
+            if on_token is not None:
+                on_token(index, token)
+            if progress:
+                bar.advance(task)
+
+        failures: list[BaseException] = []
+        with self._submitting:
+            self._revoke()
+            handles = [
+                self._enqueue(
+                    request, request.index, None, on_failure=failures.append, record_steps=record_steps,
+                    on_token=partial(tell, request.index) if progress or on_token is not None else None,
+                )
+                for request in requests
+            ]  # fmt: skip
         try:
             with bar:
-                task = bar.add_task("tokens", total=sum(r.params.max_new_tokens for r in requests))
-                while run.unfinished:
-                    run.advance()
-                    bar.update(task, completed=run.generated)
-            self._state = run.state
+                for handle in handles:
+                    self._driver.wait(handle, lambda handle=handle: handle.done or bool(failures), None)
+                if failures:
+                    raise failures[0]
         except BaseException:
-            # A step may still be running; it is waited for, so it cannot write to pages given out anew.
-            self._handed_out = True
-            self._revoke()
+            for handle in handles:
+                handle.cancel()
+            for handle in handles:
+                self._driver.wait(handle, lambda handle=handle: handle.done, None)
             raise
-        return [run.results[i] for i in range(len(requests))]
+        return [handle.result() for handle in handles]
+
+    # By hand.
 
     def prefill(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int | None = None, chunk: int | None = None
@@ -147,16 +283,17 @@ class Engine:
         """Read prompts into rows 0, 1, ... of a fresh state, to be stepped by hand with `decode_step`.
 
         `state.logits` holds every row's next-token logits. An earlier state of this engine is revoked: stepping it
-        raises, if its blocks are on host pages.
+        raises, if its blocks are on host pages. So is this one by the next `prefill`, `generate` or `submit`.
 
         Args:
           prompts: at most `max_batch` texts or lists of token ids.
           max_new_tokens: room to reserve for each row; None reserves up to `max_context`.
-          chunk: read at most so many tokens at a time; None reads each prompt at once.
+          chunk: read at most so many tokens at a time; None takes the engine's `prefill_chunk`.
 
         Raises:
           InputError: as `generate`, or more prompts than rows, or a chunk below 1.
           OutOfPagesError: the host pool cannot hold all rows at once.
+          RuntimeError: requests wait or run; rows are theirs.
         """
         self._check_open()
         tokens = check_prompts(prompts, self.tokenizer, self.layout.config.vocab_size)
@@ -170,93 +307,74 @@ class Engine:
             for t in tokens
         ]
         requests = make_requests(tokens, each, self.layout)
-        self._check_pages(requests)
-        self._revoke()
-        self._handed_out = True
-        self._state = None  # counters and steps of an earlier `generate` are not this caller's
-        state = self._take_state()
-        for row, request in enumerate(requests):
-            state, _ = self._admit(state, row, request, chunk=chunk)
+        self._memory.require_room(requests)
+        piece = chunk or self.plan.prefill_chunk
+        with self._submitting:
+            self._check_idle("prefill")
+            self._revoke()
+            self._handed_out = True
+            self._scheduler.state = None  # counters and steps of earlier requests are not this caller's
+            state = self._memory.new_state()
+            for row, request in enumerate(requests):
+                state, _ = self._memory.start(state, row, request, active=True)
+                for start in range(0, len(request.tokens), piece):
+                    state = prefill_row(self.model, state, row, request.tokens[start : start + piece], start)
         return state
 
     def check(self) -> None:
         """Raise what the steps read so far have recorded.
 
-        A step on a GPU cannot raise by itself: call this after reading the result of steps driven by hand. `generate`
-        calls it for every token. On the CPU steps raise, and this finds nothing.
+        A step on a GPU cannot raise by itself: call this after reading the result of steps driven by hand. The engine
+        calls it for every step of its own. On the CPU steps raise, and this finds nothing.
 
         Raises:
           PoolClosedError: a revoked state was stepped.
           RuntimeError: a page, block or slot number out of range; the message holds the numbers.
         """
-        if self._pool is not None:
-            self._pool.check()
+        self._memory.check()
 
-    # Rows and pages.
+    @property
+    def allocator(self) -> PageAllocator:
+        """Which pages are reserved."""
+        return self._memory.allocator
+
+    def _enqueue(self, request: Request, stream: int, max_queue: int | None, **options: Any) -> RequestHandle:
+        holder: list[Job] = []
+
+        def cancel(handle: RequestHandle) -> None:
+            self._scheduler.withdraw(holder[0])
+            self._driver.notify()
+
+        job = Job(
+            request=request,
+            handle=RequestHandle(len(request.tokens), self._driver.wait, cancel),
+            stream=stream,
+            submitted=time.perf_counter(),
+            text=StoppingStream(self.tokenizer, request.params.stop) if request.params.stop else None,
+            **options,
+        )
+        holder.append(job)
+        self._scheduler.enqueue(job, max_queue)
+        self._driver.notify()
+        return job.handle
 
     def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError("this engine is closed; make a new one")
 
-    def _reset(self) -> None:
-        """Forget every row: all pages are free and the state is made anew when needed."""
-        self._state = None
-        if self.layout.offload and self._pool is None:  # first: an absurd size is refused here
-            self._pool = HostPool(self.plan.page_groups * self.layout.pages_per_block, self.layout.page_bytes)
-        self.allocator = PageAllocator(self.plan.page_groups, self.plan.group_bytes)
+    def _check_idle(self, what: str) -> None:
+        if self._scheduler.busy:
+            raise RuntimeError(
+                f"{what} needs all rows, and requests wait or run; wait for their results or cancel them first"
+            )
+
+    def _check_request(self, request: Request) -> None:
+        self._memory.require_room([request])
+        if request.params.stop and self.tokenizer is None:
+            raise InputError("stop strings are text, but the engine has no tokenizer; pass tokenizer= or use eos_ids")
 
     def _revoke(self) -> None:
         """Make a state that a caller holds fail from now on, instead of reading pages that belong to others."""
-        if not self._handed_out:
-            return
-        if self._pool is not None:
-            self._pool.renew()
-        self._reset()
-        self._handed_out = False
-
-    def _take_state(self) -> DecodeState:
-        """The engine's state; the caller owns it until it is put back."""
-        state, self._state = self._state, None
-        return state or init_state(self.layout, None if self._pool is None else self._pool.handle)
-
-    def _groups(self, request: Request) -> int:
-        return self.layout.config.num_blocks(request.reserved) if self.layout.offload else 0
-
-    def _check_pages(self, requests: list[Request]) -> None:
-        """Refuse requests that the whole pool could not hold at the same time."""
-        needed, have, each = sum(map(self._groups, requests)), self.plan.page_groups, self.plan.group_bytes
-        if needed > have:
-            who = f"prompt {requests[0].index} needs" if len(requests) == 1 else f"{len(requests)} prompts need"
-            raise OutOfPagesError(
-                f"{who} {needed} blocks of host memory ({needed * each:,} bytes) for "
-                f"{sum(len(r.tokens) for r in requests)} tokens and up to "
-                f"{sum(r.params.max_new_tokens for r in requests)} new ones, and the host pool has {have} "
-                f"({have * each:,} bytes available); shorten them, ask for fewer new tokens, or give the engine a "
-                "larger host_budget"
-            )
-
-    def _admit(
-        self, state: DecodeState, row: int, request: Request, chunk: int | None = None
-    ) -> tuple[DecodeState, np.ndarray]:
-        """Reserve the request's pages and read its prompt into the row; returns its page groups too."""
-        groups = self.allocator.allocate(self._groups(request))
-        table = np.full(self.layout.n_blocks, -1, np.int32)
-        table[: len(groups)] = groups
-        state = _start_row(state, row, table, request.reserved)
-        piece = chunk or len(request.tokens)
-        for start in range(0, len(request.tokens), piece):
-            state = prefill_row(self.model, state, row, request.tokens[start : start + piece], start)
-        return state, groups
-
-
-def _start_row(state: DecodeState, row: int, table: np.ndarray, capacity: int) -> DecodeState:
-    """Give a row its pages and room, and forget the counts of whoever had it before."""
-    zero = StepCounts(*(jnp.asarray(x).at[:, row].set(0) for x in state.total))
-    return state.replace(
-        page_table=state.page_table.at[row].set(table),
-        capacity=state.capacity.at[row].set(capacity),
-        active=state.active.at[row].set(True),
-        total=zero,
-        last=StepCounts(*(jnp.asarray(x).at[:, row].set(0) for x in state.last)),
-        min_locality=state.min_locality.at[:, row].set(jnp.inf),
-    )
+        if self._handed_out:
+            self._handed_out = False
+            self._memory.reset()

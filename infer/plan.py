@@ -1,5 +1,6 @@
 """Where every byte of an engine goes, before anything is allocated."""
 
+import bisect
 import re
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from nosa_jax.infer.prefill import TOKEN_CHUNK
 from nosa_jax.offload.layout import CacheLayout, MemoryItem
 from nosa_jax.pallas_kernels.sparse_attention.xla import QUERY_CHUNK
 
+DEFAULT_PREFILL_CHUNK = 2048
+_MAX_ROWS = 4096  # planned at most without being asked for
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
@@ -50,7 +53,8 @@ class MemoryPlan:
     """Sizes of an engine. Print it for a table.
 
     layout: the cache's shapes. items: every part with its bytes and how they come about. page_groups: blocks of
-    rows that the host pool holds. device_budget, host_budget: limits in bytes, or None.
+    rows that the host pool holds. device_budget, host_budget: limits in bytes, or None. prefill_chunk: tokens of a
+    prompt that are read at once, at most.
     """
 
     layout: CacheLayout
@@ -58,6 +62,7 @@ class MemoryPlan:
     page_groups: int
     device_budget: int | None
     host_budget: int | None
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK
 
     def total(self, memory: str) -> int:
         """Planned bytes of "device" or "host" memory."""
@@ -79,7 +84,17 @@ class MemoryPlan:
         return self.layout.pages_per_block * self.layout.page_bytes
 
     def __str__(self) -> str:
-        lines = [f"{'memory':8}{'part':30}{'bytes':>18}  how"]
+        layout = self.layout
+        lines = [
+            f"{layout.max_batch} rows of {layout.max_context} tokens, {layout.attention}; per row and KV head "
+            + (
+                f"{layout.n_slots} slots for {layout.n_selected} selected blocks; "
+                f"{self.page_groups} blocks on the host ({self.page_groups // layout.n_blocks} whole rows)"
+                if layout.offload
+                else f"all {layout.n_blocks} blocks on the device"
+            ),
+            f"{'memory':8}{'part':30}{'bytes':>18}  how",
+        ]
         for item in self.items:
             lines.append(f"{item.memory:8}{item.name:30}{item.nbytes:>18,}  {item.formula}")
         for memory, budget in (("device", self.device_budget), ("host", self.host_budget)):
@@ -89,19 +104,25 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def prefill_bytes(config: NosaConfig, n_tokens: int) -> int:
+def prefill_bytes(config: NosaConfig, n_tokens: int, chunk: int | None = None) -> int:
     """Upper bound of the memory beside the cache while one row of `n_tokens` is read.
 
-    Hidden states and queries of the row (6 copies of T x D and of T x N x H), one layer's keys and values (6 copies:
-    as projected, padded, paged, gathered), one chunk of attention logits with its mask (4 copies), and one chunk of
-    the feed-forward layer, all in float32 at most.
+    Hidden states and queries of the tokens that are read at once (6 copies of T x D and of T x N x H), one layer's
+    keys and values of the row (6 copies: as projected, padded, paged, gathered), one chunk of attention logits with
+    its mask (4 copies), and one chunk of the feed-forward layer, all in float32 at most.
+
+    Args:
+      n_tokens: of the row, whole blocks.
+      chunk: tokens that are read at once; None or more than the row for all.
     """
-    wide = n_tokens * (config.embed_dim + config.num_heads * config.head_dim) * 6
-    keys_values = 2 * n_tokens * config.num_kv_heads * config.head_dim * 6
-    logits = config.num_heads * min(QUERY_CHUNK, n_tokens) * n_tokens * 4
-    selection = 2 * config.num_kv_heads * n_tokens * config.budget.total
-    chunk = min(TOKEN_CHUNK, n_tokens) * config.ffn_dim * 4
-    return 4 * (wide + keys_values + logits + selection + chunk)
+    piece = n_tokens if chunk is None else min(n_tokens, config.num_blocks(chunk) * config.block_size)
+    keys = n_tokens if piece == n_tokens else n_tokens + piece  # a piece is put behind room for a whole row
+    wide = piece * (config.embed_dim + config.num_heads * config.head_dim) * 6
+    keys_values = 2 * keys * config.num_kv_heads * config.head_dim * 6
+    logits = config.num_heads * min(QUERY_CHUNK, piece) * keys * 4
+    selection = 2 * config.num_kv_heads * piece * config.budget.total
+    feed_forward = min(TOKEN_CHUNK, piece) * config.ffn_dim * 4
+    return 4 * (wide + keys_values + logits + selection + feed_forward)
 
 
 def decode_bytes(layout: CacheLayout) -> int:
@@ -124,54 +145,73 @@ def make_plan(
     *,
     weight_bytes: int,
     attention: AttentionKind,
-    max_batch: int,
+    max_batch: int | None,
     max_context: int,
     offload: bool = True,
     slots: int | None = None,
     device_budget: int | float | str | None = None,
     host_budget: int | float | str | None = None,
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
 ) -> MemoryPlan:
     """Size an engine.
 
     Args:
       weight_bytes: bytes of the parameters.
-      attention, max_batch, max_context, offload: as for `CacheLayout`.
+      attention, max_context, offload: as for `CacheLayout`.
+      max_batch: rows; None takes as many as both budgets hold at their full length, and at least one.
       slots: per row and KV head; None takes twice the selected blocks if the device budget allows, else as many as
         it does allow.
       device_budget, host_budget: bytes or text like "20GiB"; None sets no limit (the host pool is then checked
         against free memory when it is made).
+      prefill_chunk: tokens of a prompt that are read at once, at most.
 
     Raises:
-      InputError: sizes that do not fit together.
+      InputError: sizes that do not fit together, or no `max_batch` and no device budget to find one for.
       DoesNotFitError: the budgets are too small; names the bytes needed and available.
     """
     device_limit, host_limit = parse_bytes(device_budget), parse_bytes(host_budget)
-    needed = config.budget_for(attention).total
-    n_blocks = config.num_blocks(max_context) if max_context > 0 else 1
+    if prefill_chunk < 1:
+        raise InputError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
+    if max_batch is None and device_limit is None:
+        raise InputError("max_batch=None takes as many rows as fit; give the device_budget that they are to fit into")
 
-    def items_for(n_slots: int) -> tuple[CacheLayout, list[MemoryItem]]:
+    def items_for(rows: int, n_slots: int) -> tuple[CacheLayout, list[MemoryItem]]:
         try:
-            layout = CacheLayout(config, attention, max_batch, max_context, offload, n_slots)
+            layout = CacheLayout(config, attention, rows, max_context, offload, n_slots)
         except ValueError as error:
             raise InputError(str(error)) from error
         padded = layout.n_blocks * config.block_size
+        reading, stepping = prefill_bytes(config, padded, prefill_chunk), decode_bytes(layout)
         return layout, [
             MemoryItem("weights", "device", weight_bytes, "all parameters in the compute dtype"),
             *layout.device_items(),
             MemoryItem(
-                "workspace", "device", max(reading := prefill_bytes(config, padded), decode_bytes(layout)),
-                f"the larger of {reading:,} (reading a row of {padded} tokens) and {decode_bytes(layout):,} (a step)",
+                "workspace", "device", max(reading, stepping),
+                f"the larger of {reading:,} (reading {min(prefill_chunk, padded)} tokens of a row of {padded}) and "
+                f"{stepping:,} (a step)",
             ),
         ]  # fmt: skip
 
-    if slots is not None or not offload:
-        layout, items = items_for(slots if slots is not None else needed)
-    else:
-        wanted = max(needed, min(2 * needed, n_blocks))
-        for n_slots in range(wanted, needed - 1, -1):
-            layout, items = items_for(n_slots)
-            if device_limit is None or sum(item.nbytes for item in items) <= device_limit:
-                break
+    def device_bytes(rows: int, n_slots: int) -> int:
+        return sum(item.nbytes for item in items_for(rows, n_slots)[1])
+
+    def fits(rows: int, n_slots: int) -> bool:
+        return device_limit is None or device_bytes(rows, n_slots) <= device_limit
+
+    layout = items_for(max_batch or 1, config.budget_for(attention).total if slots is None else slots)[0]
+    group_bytes = layout.pages_per_block * layout.page_bytes
+    n_slots = layout.n_selected if slots is None else slots
+    if slots is None and offload:
+        n_slots = max(layout.n_selected, min(2 * layout.n_selected, layout.n_blocks))
+        while n_slots > layout.n_selected and not fits(max_batch or 1, n_slots):
+            n_slots -= 1
+    if max_batch is None:
+        most = _MAX_ROWS
+        if offload and host_limit is not None:
+            most = min(most, max(1, host_limit // (layout.n_blocks * group_bytes)))
+        # Bytes grow with the rows: the last number that fits, by halving.
+        max_batch = max(1, bisect.bisect_right(range(1, most + 1), False, key=lambda rows: not fits(rows, n_slots)))
+    layout, items = items_for(max_batch, n_slots)
     total = sum(item.nbytes for item in items)
     if device_limit is not None and total > device_limit:
         raise DoesNotFitError(
@@ -183,7 +223,6 @@ def make_plan(
 
     groups = 0
     if offload:
-        group_bytes = layout.pages_per_block * layout.page_bytes
         groups = max_batch * layout.n_blocks
         if host_limit is not None:
             groups = min(groups, host_limit // group_bytes)
@@ -198,4 +237,4 @@ def make_plan(
                 f"x {layout.page_bytes} B",
             )
         )  # fmt: skip
-    return MemoryPlan(layout, tuple(items), groups, device_limit, host_limit)
+    return MemoryPlan(layout, tuple(items), groups, device_limit, host_limit, prefill_chunk)

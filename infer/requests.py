@@ -34,9 +34,10 @@ class GenerationResult:
 
     tokens: generated ids, a final end-of-sequence id included. text: their text, where the engine has a tokenizer, up
     to a stop string.
-    finish_reason: "eos", "stop" for a stop string, or "length" for max_new_tokens. hits, misses: selected blocks found in slots and fetched
-    from the host while decoding. bytes_fetched: bytes of the latter. min_locality: the smallest share of selected
-    blocks that the step before had selected too, over steps with a full budget (NaN if there was none).
+    finish_reason: "eos", "stop" for a stop string, "length" for max_new_tokens, "cancelled", or "timeout".
+    hits, misses: selected blocks found in slots and fetched from the host while decoding. bytes_fetched: bytes of the
+    latter. min_locality: the smallest share of selected blocks that the step before had selected too, over steps with
+    a full budget (NaN if there was none).
     steps: counts of every decode step [steps, L, K], where the engine was asked to record them.
     """
 

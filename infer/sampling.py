@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +86,21 @@ def set_row(state: SamplingState, row: int, params: SamplingParams, stream: int)
     """Start a request in a row; `stream` tells apart requests that share a seed."""
     eos = np.full(MAX_EOS, -1, np.int32)
     eos[: len(params.eos_ids)] = params.eos_ids
-    key = jax.random.key_data(jax.random.fold_in(jax.random.key(params.seed, impl="threefry2x32"), stream))
-    values = (params.temperature, params.top_k, params.top_p, key, eos, 0, params.max_new_tokens)
-    return SamplingState(*(old.at[row].set(new) for old, new in zip(state, values, strict=True)))
+    return _set_row(
+        state,
+        row,
+        np.uint32(params.seed),
+        np.uint32(stream),
+        (np.float32(params.temperature), params.top_k, np.float32(params.top_p), eos, params.max_new_tokens),
+    )
+
+
+@jax.jit
+def _set_row(state: SamplingState, row: Any, seed: Any, stream: Any, values: Any) -> SamplingState:
+    key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), stream))
+    temperature, top_k, top_p, eos, limit = values
+    new = (temperature, top_k, top_p, key, eos, 0, limit)
+    return SamplingState(*(old.at[row].set(value) for old, value in zip(state, new, strict=True)))
 
 
 def filtered_logits(

@@ -93,15 +93,15 @@ def test_r2_a_finished_row_costs_nothing_more(engine, free):
     """The pool's own count of pages read grows by the misses of the steps that each row needed, and the loop ends
     with the last row."""
     solo = [generate(engine, [p], max_new_tokens=n)[0] for p, n in zip(PROMPTS, (3, 1, NEW), strict=True)]
-    before, step = engine._pool.stats(), int(engine._state.step)
+    before, step = engine._pool.stats(), int(engine._scheduler.state.step)
     params = [SamplingParams(max_new_tokens=n) for n in (3, 1, NEW)]
     results = engine.generate(PROMPTS, params)
     after = engine._pool.stats()
     assert_same(results, solo)
     assert after.pages_read - before.pages_read == sum(r.misses for r in results)
     assert after.bytes_read - before.bytes_read == sum(r.bytes_fetched for r in results)
-    assert int(engine._state.step) - step == NEW - 1
-    assert not np.asarray(engine._state.active).any()
+    assert int(engine._scheduler.state.step) - step == NEW - 1
+    assert not np.asarray(engine._scheduler.state.active).any()
 
 
 def test_r2_several_ids_end_a_sequence(engine, free):

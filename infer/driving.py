@@ -1,0 +1,126 @@
+"""Who turns the scheduler's rounds: the thread that waits, or one that serves."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from nosa_jax.infer.handle import RequestHandle
+from nosa_jax.infer.scheduler import Scheduler
+
+
+class Driver:
+    """Runs rounds of one scheduler, one at a time.
+
+    Without a serving thread, whoever waits for a request turns the rounds until that request is ready; several who
+    wait take turns. With one, it turns them and the others sleep.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._turn = threading.Lock()
+        self._turning: int | None = None  # the thread that is in a round
+        self._work = threading.Condition()  # something was submitted or cancelled, or serving is to stop
+        self._pending = False
+        self._server: threading.Thread | None = None
+        self._stop: str | None = None  # "drain" or "abandon"
+
+    @property
+    def serving(self) -> bool:
+        """Whether a thread serves."""
+        return self._server is not None
+
+    def notify(self) -> None:
+        """Something was submitted or cancelled."""
+        with self._work:
+            self._pending = True
+            self._work.notify_all()
+
+    def wait(self, handle: RequestHandle, ready: Callable[[], bool], deadline: float | None) -> None:
+        """Return when `ready()` is true, which only rounds of the scheduler bring about.
+
+        Raises:
+          TimeoutError: the deadline, on the clock of `time.monotonic`, has passed.
+          RuntimeError: this is called from within a round, by a callback.
+        """
+        while not ready():
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                raise TimeoutError(f"the request is {handle.status} and has {len(handle.tokens)} tokens so far")
+            if self.serving:
+                with handle._changed:
+                    if not ready():
+                        # A second at most: serving may end meanwhile, and then this thread is to go on itself.
+                        handle._changed.wait(min(1.0, remaining) if remaining is not None else 1.0)
+            else:
+                self.turn(lambda: not ready() and not self.serving, remaining)
+
+    def turn(self, wanted: Callable[[], bool], timeout: float | None = None) -> bool:
+        """One round, if it is still wanted when no other thread is in one; False where nothing is left to do.
+
+        Raises:
+          RuntimeError: this is called from within a round, by a callback.
+        """
+        if self._turning == threading.get_ident():
+            raise RuntimeError(
+                "an on_token callback cannot wait for the engine that calls it; hand the wait to a thread"
+            )
+        if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
+            return True
+        try:
+            self._turning = threading.get_ident()
+            return self._scheduler.advance() if wanted() else True
+        finally:
+            self._turning = None
+            self._turn.release()
+
+    def start(self) -> None:
+        """Start a thread that serves.
+
+        Raises:
+          RuntimeError: there is one.
+        """
+        with self._work:
+            if self._server is not None:
+                raise RuntimeError("this engine is being served already")
+            self._stop = None
+            self._server = threading.Thread(target=self._serve, name="nosa-engine", daemon=True)
+        self._server.start()
+
+    def stop(self, *, drain: bool) -> None:
+        """End serving: with `drain` when everything submitted is done, else at once, requests cancelled."""
+        server = self._server
+        if server is None:
+            return
+        with self._work:
+            self._stop = "drain" if drain and self._stop is None else "abandon"
+            self._work.notify_all()
+        if threading.current_thread() is not server:
+            server.join()
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """End every request, as cancelled or with an error; waits for a round that runs."""
+        if self._turning == threading.get_ident():
+            raise RuntimeError("an on_token callback cannot close the engine that calls it; hand that to a thread")
+        with self._turn:
+            self._scheduler.abandon(error)
+
+    def _serve(self) -> None:
+        try:
+            while self._stop != "abandon":
+                with self._work:
+                    self._pending = False
+                if self.turn(lambda: True):
+                    continue
+                with self._work:
+                    if self._stop is not None:
+                        break
+                    if not self._pending:
+                        self._work.wait()
+            error = None
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._server = None
+            if self._stop != "drain" or error is not None:
+                self.abandon(error)

@@ -1,0 +1,140 @@
+"""The compiled pieces that the scheduler puts together: starting and stopping rows, first tokens, decode steps."""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from nosa_jax.infer.decode import step
+from nosa_jax.infer.sampling import SamplingState, finished, sample
+from nosa_jax.offload.state import DecodeState, StepCounts
+
+
+class StepOutput(NamedTuple):
+    """What a decode step gives.
+
+    report: what the host reads of it, one small array: per row the token (see `unpack_token`), the step's hits,
+      misses, selected and kept blocks over all layers and KV heads, and the bits of its least locality so far.
+    counts: the step's own copy of `state.last`, where it was asked for.
+    """
+
+    tokens: Int[Array, "B"]
+    report: Int[Array, "B 6"]
+    counts: StepCounts | None
+    state: DecodeState
+    sampling: SamplingState
+
+
+class _RowTables(NamedTuple):
+    """The parts of a state that starting a row changes."""
+
+    page_table: Int[Array, "B M"]
+    capacity: Int[Array, "B"]
+    active: Bool[Array, "B"]
+    total: StepCounts
+    last: StepCounts
+    min_locality: Float[Array, "L B K"]
+
+
+def start_row(
+    state: DecodeState, row: int, table: Int[np.ndarray, " M"], capacity: int, *, active: bool
+) -> DecodeState:
+    """Give a row its pages and room, and forget the counts of whoever had it before.
+
+    active: whether steps decode the row from now on; a row whose prompt is still being read must not.
+    """
+    tables = _RowTables(**{name: getattr(state, name) for name in _RowTables._fields})
+    return state.replace(**_start_row(tables, row, table, capacity, active)._asdict())
+
+
+@partial(jax.jit, donate_argnums=0)
+def _start_row(tables: _RowTables, row: Any, table: Any, capacity: Any, active: Any) -> _RowTables:
+    return _RowTables(
+        page_table=tables.page_table.at[row].set(table),
+        capacity=tables.capacity.at[row].set(capacity),
+        active=tables.active.at[row].set(active),
+        total=StepCounts(*(x.at[:, row].set(0) for x in tables.total)),
+        last=StepCounts(*(x.at[:, row].set(0) for x in tables.last)),
+        min_locality=tables.min_locality.at[:, row].set(jnp.inf),
+    )
+
+
+@jax.jit
+def deactivate(active: Bool[Array, "B"], row: Any) -> Bool[Array, "B"]:
+    """Take a row out of the steps to come."""
+    return active.at[row].set(False)
+
+
+@partial(jax.jit, static_argnames="greedy")
+def first_token(
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "B"],
+    active: Bool[Array, "B"],
+    sampling: SamplingState,
+    row: Any,
+    *,
+    greedy: bool,
+) -> tuple[Int[Array, ""], Int[Array, "B"], Bool[Array, "B"], SamplingState]:
+    """Sample the first token of a row whose prompt was read, and let the steps decode it if that was not its last.
+
+    Returns: the packed token, and tokens, activity and sampling of all rows.
+    """
+    mine = SamplingState(*(jax.lax.dynamic_slice_in_dim(x, row, 1) for x in sampling))
+    token, mine = sample(jax.lax.dynamic_slice_in_dim(logits, row, 1), mine, greedy=greedy)
+    done = finished(token, mine)
+    return (
+        _pack(token, done)[0],
+        tokens.at[row].set(token[0]),
+        active.at[row].set(~done[0]),
+        sampling._replace(generated=sampling.generated.at[row].set(mine.generated[0])),
+    )
+
+
+def _pack(tokens: Array, done: Array) -> Array:
+    """A row's token, or -1 - token where it is the last one."""
+    return jnp.where(done, -1 - tokens, tokens)
+
+
+def unpack_token(packed: int) -> tuple[int, bool]:
+    """A token and whether it is the row's last."""
+    return (-1 - packed, True) if packed < 0 else (packed, False)
+
+
+def unpack_locality(bits: np.integer) -> float:
+    """The least locality of a row from a report; NaN while no step has selected C blocks."""
+    value = float(np.int32(bits).view(np.float32))
+    return value if np.isfinite(value) else float("nan")
+
+
+@lru_cache(maxsize=16)
+def step_function(structure: Any) -> Callable[..., StepOutput]:
+    """The compiled decode step of all models of one structure.
+
+    Args:
+      structure: of a `FrozenModel`, as `jax.tree.structure` gives it.
+
+    Returns: a function of (the model's leaves, state, tokens, sampling), with the static `greedy` (every row that is
+      decoded has temperature 0) and `record` (also give the step's counts). It donates the state. It takes leaves
+      because taking an 8B model's 300 modules apart costs half a millisecond a call.
+    """
+
+    @partial(jax.jit, static_argnames=("greedy", "record"), donate_argnums=1)
+    def generate_step(
+        leaves: list[Any], state: DecodeState, tokens: Array, sampling: SamplingState, *, greedy: bool, record: bool
+    ) -> StepOutput:
+        logits, state = step(jax.tree.unflatten(structure, leaves), state, tokens)
+        sampled, advanced = sample(logits, sampling, greedy=greedy)
+        tokens = jnp.where(state.active, sampled, tokens)
+        sampling = sampling._replace(generated=jnp.where(state.active, advanced.generated, sampling.generated))
+        done = state.active & finished(tokens, sampling)
+        sums = [jnp.sum(x, axis=(0, 2), dtype=jnp.int32) for x in state.last]
+        locality = jax.lax.bitcast_convert_type(state.min_locality.min(axis=(0, 2)), jnp.int32)
+        report = jnp.stack([_pack(tokens, done), *sums, locality], axis=1)
+        counts = state.last if record else None
+        return StepOutput(tokens, report, counts, state.replace(active=state.active & ~done), sampling)
+
+    return generate_step

@@ -1,0 +1,384 @@
+"""Rows that requests join and leave while others decode: one round at a time (docs/09)."""
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nosa_jax.infer.frozen import FrozenModel
+from nosa_jax.infer.handle import RequestStatus
+from nosa_jax.infer.jobs import Job
+from nosa_jax.infer.metrics import Recorder
+from nosa_jax.infer.prefill import padded_length, prefill_row
+from nosa_jax.infer.row_memory import RowMemory
+from nosa_jax.infer.row_steps import deactivate, first_token, step_function, unpack_token
+from nosa_jax.infer.sampling import empty_sampling, set_row
+from nosa_jax.infer.waiting import QueueFullError, WaitingQueue
+from nosa_jax.offload.state import DecodeState, StepCounts
+from nosa_jax.tokenizer import Tokenizer
+
+_MAX_REPLAYS = 1  # a request that meets a second fault of the device fails with it
+
+
+@dataclass
+class _InFlight:
+    """What was dispatched and not read yet: a step of several rows, or the first token of one."""
+
+    jobs: list[tuple[int, Job]]  # with their rows
+    report: jax.Array  # [B, 6] of a step, a packed token otherwise
+    dispatched: float
+    counts: StepCounts | None = None
+
+
+class Scheduler:
+    """Admits requests, reads their prompts piece by piece between decode steps, and hands out tokens.
+
+    `enqueue`, `withdraw` and the lengths may be used from any thread; `advance` by one thread at a time.
+
+    Args:
+      prefill_chunk: tokens of prompts that are read between two decode steps, at most.
+      max_overtaken: see `WaitingQueue`.
+    """
+
+    def __init__(
+        self,
+        model: FrozenModel,
+        memory: RowMemory,
+        tokenizer: Tokenizer | None,
+        *,
+        prefill_chunk: int,
+        max_overtaken: int,
+    ) -> None:
+        self.model, self.memory, self.tokenizer = model, memory, tokenizer
+        self.layout, self.prefill_chunk = memory.layout, prefill_chunk
+        self.recorder = Recorder(self.layout.page_bytes)
+        self.queue: WaitingQueue[Job] = WaitingQueue(max_overtaken)
+        self.state: DecodeState | None = None
+        self._leaves, structure = jax.tree.flatten(model)
+        self._step = step_function(structure)
+        self._lock = threading.Lock()  # the queue, deadlines and withdrawals
+        self._withdrawn: deque[Job] = deque()
+        self._deadlines: list[tuple[float, int, Job]] = []
+        self._order = itertools.count()
+        self._interruption: BaseException | None = None
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        self.state = None
+        self.rows: dict[int, Job] = {}
+        self._free_rows = list(range(self.layout.max_batch))
+        self._reading: deque[Job] = deque()
+        self._decoding: dict[int, Job] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._sampling = empty_sampling(self.layout.max_batch)
+        self._tokens = jnp.zeros(self.layout.max_batch, jnp.int32)
+        self._read_at = 0.0
+
+    # From any thread.
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self.queue or self.rows or self._in_flight)
+
+    def counts(self) -> dict[str, int]:
+        """Requests and pages now, for the metrics."""
+        reading, running = len(self._reading), len(self.rows)
+        return dict(
+            waiting=len(self.queue),
+            reading=reading,
+            decoding=max(0, running - reading),
+            pages_free=self.memory.allocator.n_free,
+            pages_total=self.memory.allocator.n_groups,
+        )
+
+    def enqueue(self, job: Job, max_queue: int | None = None) -> None:
+        """Let a request wait for its turn.
+
+        Raises:
+          QueueFullError: `max_queue` requests wait already.
+        """
+        with self._lock:
+            if max_queue is not None and len(self.queue) >= max_queue:
+                raise QueueFullError(
+                    f"{len(self.queue)} requests wait and max_queue={max_queue}; submit again when some have a row, or "
+                    "let more wait"
+                )
+            self.recorder.submitted += 1
+            if not job.limit:
+                self._conclude(job, "length")
+                return
+            self.queue.push(job)
+            self.recorder.longest_queue = max(self.recorder.longest_queue, len(self.queue))
+            if job.deadline is not None:
+                heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
+
+    def withdraw(self, job: Job) -> None:
+        """Cancel: at once where it waits, else in the next round."""
+        with self._lock:
+            if self.queue.remove(job):
+                self._conclude(job, "cancelled")
+            else:
+                self._withdrawn.append(job)
+
+    def next_deadline(self) -> float | None:
+        """When the first request runs out of time, on the clock of `time.monotonic`."""
+        with self._lock:
+            return self._deadlines[0][0] if self._deadlines else None
+
+    # One round.
+
+    def advance(self) -> bool:
+        """Admit, read up to `prefill_chunk` tokens of prompts, dispatch a decode step, hand out the tokens of the last.
+
+        A fault of one request (its callback, its prompt) ends that request alone. A fault of the device takes the
+        rows' state with it: their requests are begun again, once, and the tokens that were handed out already are not
+        handed out twice.
+
+        Returns: whether there is more to do.
+
+        Raises:
+          BaseException: KeyboardInterrupt and the like, wherever they come up; the next round goes on.
+        """
+        start = time.perf_counter()
+        try:
+            self._end_withdrawn()
+            self._admit()
+            self._read_prompts()
+            self._collect(leave=1 if self._dispatch_step() else 0)
+        except Exception as error:
+            self._begin_again(error)
+        except BaseException:
+            self._begin_again(None)
+            raise
+        finally:
+            self.recorder.busy_seconds += time.perf_counter() - start
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            raise interruption
+        return self.busy
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """End every request: as cancelled, or failed with an error. No thread may be in `advance`."""
+        with self._lock:
+            jobs = {id(job): job for job in [*self._running(), *self.queue]}
+            for job in jobs.values():
+                self.queue.remove(job)
+                self._conclude(job, "cancelled") if error is None else self._fail(job, error)
+            self._deadlines.clear()
+            self._withdrawn.clear()
+        if jobs or self.rows or self._in_flight:
+            self._forget_rows()
+            self.memory.reset()
+
+    def _end_withdrawn(self) -> None:
+        with self._lock:
+            ended: list[tuple[Job, Literal["cancelled", "timeout"]]] = [(job, "cancelled") for job in self._withdrawn]
+            self._withdrawn.clear()
+            if len(self._deadlines) > 2 * (len(self.queue) + len(self.rows)) + 64:  # most of them ended in time
+                self._deadlines = [entry for entry in self._deadlines if not entry[2].handle.done]
+                heapq.heapify(self._deadlines)
+            now = time.monotonic()
+            while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].handle.done):
+                job = heapq.heappop(self._deadlines)[2]
+                self.queue.remove(job)
+                ended.append((job, "timeout"))
+        for job, reason in ended:
+            if not job.handle.done:
+                self._leave(job, stop=True)
+                self._conclude(job, reason)
+
+    def _admit(self) -> None:
+        while self._free_rows:
+            with self._lock:
+                job = self.queue.take(lambda job: self.memory.fits_now(job.request))
+                if job is None:
+                    return
+                row = self._free_rows[0]
+                self.rows[row] = job  # before the lock goes: who withdraws it finds it neither waiting nor lost
+            heapq.heappop(self._free_rows)
+            self.state, job.groups = self.memory.start(self._own_state(), row, job.request, active=False)
+            job.row = row
+            self._sampling = set_row(self._sampling, row, job.request.params, job.stream)
+            job.handle._advance(RequestStatus.READING)
+            self._reading.append(job)
+
+    def _own_state(self) -> DecodeState:
+        if self.state is None:
+            self.state = self.memory.new_state()
+        return self.state
+
+    def _read_prompts(self) -> None:
+        """Pieces of prompts, in the order of admission, until their padded lengths fill `prefill_chunk`.
+
+        A prompt is cut at multiples of `prefill_chunk` whatever else goes on, so its numbers do not depend on that.
+        """
+        spent = 0
+        while self._reading:
+            job = self._reading[0]
+            piece = job.request.tokens[job.read : job.read + self.prefill_chunk]
+            length = padded_length(len(piece), self.layout)
+            if spent and spent + length > self.prefill_chunk:
+                return
+            spent += length
+            try:
+                self.state = prefill_row(self.model, self._own_state(), job.row, piece, job.read)
+            except Exception as error:
+                self._leave(job, stop=False)
+                self._fail(job, error)
+                if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+                    self._begin_again(None)  # it went down with the state that it was given; no fault of the others
+                continue
+            job.read += len(piece)
+            if job.read == len(job.request.tokens):
+                self._reading.popleft()
+                self._start_decoding(job)
+
+    def _start_decoding(self, job: Job) -> None:
+        assert self.state is not None
+        assert job.row is not None
+        packed, self._tokens, active, self._sampling = first_token(
+            self.state.logits, self._tokens, self.state.active, self._sampling, job.row,
+            greedy=job.request.params.temperature == 0,
+        )  # fmt: skip
+        self.state = self.state.replace(active=active)
+        self.recorder.prompt_tokens += len(job.request.tokens)
+        job.handle._advance(RequestStatus.DECODING)
+        self._decoding[job.row] = job
+        self._sent([(job.row, job)], packed)
+
+    def _dispatch_step(self) -> bool:
+        if not self._decoding:
+            return False
+        jobs = list(self._decoding.items())
+        output = self._step(
+            self._leaves, self._own_state(), self._tokens, self._sampling,
+            greedy=all(job.request.params.temperature == 0 for _, job in jobs),
+            record=any(job.record_steps for _, job in jobs),
+        )  # fmt: skip
+        self.state, self._tokens, self._sampling = output.state, output.tokens, output.sampling
+        self._sent(jobs, output.report, output.counts)
+        return True
+
+    def _sent(self, jobs: list[tuple[int, Job]], report: jax.Array, counts: StepCounts | None = None) -> None:
+        """Note what was dispatched; jobs whose last token it holds leave their rows to others now."""
+        report.copy_to_host_async()
+        self._in_flight.append(_InFlight(jobs, report, time.perf_counter(), counts))
+        for _, job in jobs:
+            job.issued += 1
+            if job.issued == job.limit:
+                self._leave(job, stop=False)
+
+    def _leave(self, job: Job, *, stop: bool) -> None:
+        """Free a job's row and pages; with `stop`, the device does not know yet that it has ended."""
+        if job.row is None:
+            return
+        row, job.row = job.row, None
+        del self.rows[row]
+        if self._decoding.pop(row, None) is None:
+            self._reading.remove(job)
+        elif stop and self.state is not None:
+            self.state = self.state.replace(active=deactivate(self.state.active, row))
+        heapq.heappush(self._free_rows, row)
+        if job.groups is not None:
+            self.memory.release(job.groups)
+            job.groups = None
+
+    # What comes back.
+
+    def _collect(self, leave: int) -> None:
+        """Read what was dispatched, up to the `leave` latest; the device computes those meanwhile."""
+        while len(self._in_flight) > leave:
+            sent = self._in_flight[0]
+            report = np.asarray(sent.report)
+            self.memory.check()
+            self._in_flight.popleft()
+            now = time.perf_counter()
+            if report.ndim:
+                seconds = now - max(sent.dispatched, self._read_at)
+                self.recorder.step(len(sent.jobs), seconds, report[:, 1:5].sum(axis=0, dtype=np.int64).tolist())
+            self._read_at = now
+            counts = None if sent.counts is None else StepCounts(*(np.asarray(x) for x in sent.counts))
+            for row, job in sent.jobs:
+                if job.handle.done:
+                    continue  # cancelled, or failed, since
+                if report.ndim:
+                    job.count(report[row])
+                    if counts is not None and job.record_steps:
+                        job.counts.append(StepCounts(*(x[:, row] for x in counts)))
+                    self._deliver(job, int(report[row, 0]), now)
+                else:
+                    self._deliver(job, int(report), now)
+
+    def _deliver(self, job: Job, packed: int, now: float) -> None:
+        token, last = unpack_token(packed)
+        job.received += 1
+        if job.received > len(job.handle._tokens):  # else it was begun again, and its owner has this token
+            self.recorder.generated_tokens += 1
+            if job.received == 1:
+                self.recorder.first.add(now - job.submitted)
+            else:
+                self.recorder.later.add(now - job.latest)
+            job.latest = now
+            job.handle._push(token)
+            if job.on_token is not None:
+                try:
+                    job.on_token(token)
+                except BaseException as error:
+                    self._leave(job, stop=not last)
+                    self._fail(job, error)
+                    if not isinstance(error, Exception):
+                        self._interruption = error
+                    return
+        if job.text is not None:
+            job.text.push(token)
+            if last:
+                job.text.flush()
+            if job.text.stopped:
+                self._leave(job, stop=not last)
+                self._conclude(job, "stop")
+                return
+        if last:
+            self._leave(job, stop=False)
+            self._conclude(job, "eos" if token in job.request.params.eos_ids else "length")
+
+    # Ends.
+
+    def _conclude(self, job: Job, reason: str) -> None:
+        self.recorder.end(reason, job.locality)
+        job.handle._finish(job.result(reason, self.layout, self.tokenizer), None)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        self.recorder.end("error", job.locality)
+        job.handle._finish(None, error)
+        if job.on_failure is not None:
+            job.on_failure(error)
+
+    def _running(self) -> list[Job]:
+        """Jobs with a row or with tokens on their way, each once, those that began first in front."""
+        jobs = {id(job): job for sent in self._in_flight for _, job in sent.jobs}
+        jobs |= {id(job): job for job in [*self._decoding.values(), *self._reading, *self.rows.values()]}
+        return [job for job in jobs.values() if not job.handle.done]
+
+    def _begin_again(self, error: Exception | None) -> None:
+        """After a fault of the device (`error`), or an interruption, that took the rows' state."""
+        jobs = self._running()
+        self._forget_rows()
+        self.memory.reset()
+        for job in reversed(jobs):
+            job.restart()
+            if error is not None and job.replays >= _MAX_REPLAYS:
+                self._fail(job, error)
+                continue
+            job.replays += error is not None
+            self.recorder.replayed += 1
+            job.handle._advance(RequestStatus.QUEUED)
+            with self._lock:
+                self.queue.push_front(job)
