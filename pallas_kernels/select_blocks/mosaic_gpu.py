@@ -1,0 +1,270 @@
+"""Dual block selection as a Mosaic GPU kernel: one warpgroup per query and KV head, scores read once.
+
+The blocks of a row lie in registers as [64 chunks, blocks / 64]. Three steps, whose cost does not grow with the budget:
+
+1. Scores become integers of the same order (NaN below -inf, -0 equal to +0), so that every comparison is exact.
+2. The k best: a search over the integers for a threshold that k of them reach. Two candidates are counted at once, in
+   the halves of one integer. It ends as soon as a count fits; where equal scores straddle the budget, a second search
+   finds the index up to which they are taken.
+3. Ascending ids: slot j of the result lies in the chunk whose running count passes j. A product with a 0/1 matrix hands
+   the slot that chunk's running counts, and the position is how many of those do not pass j.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from nosa_jax.pallas_kernels.select_blocks.reference import NO_BLOCK
+
+SLOTS = 64  # slots of the result per product: the rows of one wgmma
+DEPTH = 16  # the depth of one wgmma, of which the length of a chunk is a multiple
+COPY = 16  # chunks per copy
+WIDE = 8192  # rows of more blocks come as 128 chunks and share one buffer for both kinds of score
+MAX_BLOCKS = 16_384
+NOT_A_CANDIDATE = -(2**31)
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def unsupported(score_q: jax.Array, score_e: jax.Array) -> str | None:
+    """Why the kernel does not take these scores, or None if it does."""
+    if score_q.shape[-1] > MAX_BLOCKS:
+        return f"{score_q.shape[-1]} blocks exceed its limit of {MAX_BLOCKS}"
+    for name, scores in (("score_q", score_q), ("score_e", score_e)):
+        if scores.dtype != jnp.float32:
+            return f"{name} is {scores.dtype}; the kernel compares float32"
+    return None
+
+
+def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _per_row(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def _per_column(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+def _total(values: jax.Array) -> jax.Array:
+    return values.sum(axis=1).sum()
+
+
+def ordered(scores: jax.Array) -> jax.Array:
+    """Integers that compare as the scores do: -inf below all numbers, NaN below that, -0 equal to +0."""
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    magnitude = bits & 0x7FFF_FFFF
+    keys = jnp.where(bits < 0, -magnitude, bits)
+    return jnp.where(magnitude > 0x7F80_0000, NOT_A_CANDIDATE + 1, keys)
+
+
+def best(keys: jax.Array, index: jax.Array, count: int) -> jax.Array:
+    """Mask of the `count` largest keys, equal ones by lower index, or of all candidates when there are fewer."""
+    n_blocks = keys.size
+    candidates = _total(jnp.where(keys > NOT_A_CANDIDATE, 1, 0))
+    few = candidates <= count
+    lowest = jnp.where(keys > NOT_A_CANDIDATE, keys, 2**31 - 1).min(axis=1).min()
+    highest = keys.max(axis=1).max()
+
+    # n_low keys reach `low`, at least `count`; n_high < count keys reach `high`.
+    def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        low, high, n_low, n_high = state
+        third = jnp.maximum(lax.div((high >> 1) - (low >> 1), jnp.int32(3)) * 2, 1)
+        one, two = low + third, jnp.minimum(low + third + third, high - 1)
+        both = _total(jnp.where(keys >= one, 1, 0) + jnp.where(keys >= two, 1 << 16, 0))
+        n_one, n_two = both & 0xFFFF, both >> 16
+        reach_one, reach_two = n_one >= count, n_two >= count
+        return (
+            jnp.where(reach_two, two, jnp.where(reach_one, one, low)),
+            jnp.where(reach_two, high, jnp.where(reach_one, two, one)),
+            jnp.where(reach_two, n_two, jnp.where(reach_one, n_one, n_low)),
+            jnp.where(reach_two, n_high, jnp.where(reach_one, n_two, n_one)),
+        )
+
+    def unsettled(state: tuple[jax.Array, ...]) -> jax.Array:
+        low, high, n_low, _ = state
+        return (n_low > count) & (high - 1 > low)
+
+    low, _, n_low, n_high = lax.while_loop(unsettled, narrow, (lowest, highest + 1, candidates, jnp.int32(0)))
+
+    # Where more keys equal the threshold than the budget has room for, take those below an index.
+    tied = jnp.logical_not(few) & (n_low > count)
+    room = count - n_high
+
+    def halve(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        below, above = state
+        middle = (below + above) >> 1
+        enough = _total(jnp.where((keys == low) & (index < middle), 1, 0)) >= room
+        return jnp.where(enough, below, middle), jnp.where(enough, middle, above)
+
+    start = (jnp.where(tied, 0, n_blocks - 1).astype(jnp.int32), jnp.int32(n_blocks))
+    _, bound = lax.while_loop(lambda state: state[1] - state[0] > 1, halve, start)
+    return ((keys > low) | ((keys == low) & (index < bound))) & (keys > NOT_A_CANDIDATE)
+
+
+def _multiply(a: Any, b: Any) -> jax.Array:
+    """a @ b.T of references."""
+
+    def product(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, a, b.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+
+
+def write_ids(chosen: jax.Array, write: Callable[[int, jax.Array], None], slots: int, mask_smem: Any, prefix_smem: Any,
+              triangle_smem: Any, pick_smem: Any, counts_smem: Any) -> None:  # fmt: skip
+    """Call `write(first, ids)` with the ascending ids of the True entries for each 64 of `slots` slots."""
+    chunks, length = chosen.shape
+    triangle, square, picks = triangle_smem.shape, (chunks, chunks), (SLOTS, chunks)
+    ones = jnp.where(chosen, 1.0, 0.0)
+    mask_smem[...] = ones.astype(jnp.bfloat16)
+    triangle_smem[...] = jnp.where(_iota(triangle, 1) <= _iota(triangle, 0), 1.0, 0.0).astype(jnp.bfloat16)
+    counts_smem[...] = ones.sum(axis=1)
+    plgpu.commit_smem()
+    # Running counts within each chunk, at most 128: exact in bfloat16. [length, chunks]
+    prefix_smem[...] = _multiply(triangle_smem, mask_smem).astype(jnp.bfloat16)
+    counts = _per_column(plgpu.load(counts_smem, layout=COLUMN, optimized=False), square)
+    counts_smem[...] = jnp.where(_iota(square, 1) <= _iota(square, 0), counts, 0.0).sum(axis=1)
+    ends = _per_column(plgpu.load(counts_smem, layout=COLUMN, optimized=False), picks)
+    for first in range(0, slots, SLOTS):
+        slot = plgpu.broadcasted_iota(jnp.int32, (SLOTS,), 0, layout=ROW) + first
+        passed = ends <= _per_row(slot.astype(jnp.float32), picks)
+        home = jnp.where(passed, 1, 0).sum(axis=1)
+        offset = slot.astype(jnp.float32) - jnp.where(passed, ends, 0.0).max(axis=1)
+        pick = _iota(picks, 1) == _per_row(home, picks)
+        pick_smem[...] = jnp.where(pick, 1.0, 0.0).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        running = _multiply(pick_smem, prefix_smem.at[pl.ds(0, length)])
+        position = jnp.where(running <= _per_row(offset, (SLOTS, length)), 1, 0).sum(axis=1)
+        write(first, jnp.where(home < chunks, home * length + position, NO_BLOCK))
+
+
+def _select_kernel(score_q_ref, score_e_ref, positions_ref, ids_ref, scores_smem, mask_smem, prefix_smem,
+                   triangle_smem, pick_smem, counts_smem, barriers, *, n_blocks: int, n_kv: int, queries: int,
+                   queries_e: int, block_size: int, sink: int, local: int, query: int, evict: int):  # fmt: skip
+    """The selected ids of one query and KV head."""
+    program = lax.axis_index("program")
+    row, kv = lax.div(program, jnp.int32(n_kv)), lax.rem(program, jnp.int32(n_kv))
+    row_e = lax.div(row, jnp.int32(queries)) if queries_e == 1 else row
+    current = jnp.minimum(lax.div(positions_ref[row], jnp.int32(block_size)), n_blocks - 1)
+    buffers, *shape = scores_smem.shape
+    shape = tuple(shape)
+    most_copies = shape[0] // COPY
+    copies = lax.div(current, jnp.int32(COPY * shape[1])) + 1  # blocks after the current one are not read
+    sources = [
+        (ref, source_row, count)
+        for ref, source_row, count in ((score_q_ref, program, query), (score_e_ref, row_e * n_kv + kv, evict))
+        if count
+    ]
+
+    def fetch(which: int) -> None:
+        ref, source_row, _ = sources[which]
+
+        def copy(part: jax.Array, _: None) -> None:
+            chunks = pl.ds(part * COPY, COPY)
+            plgpu.copy_gmem_to_smem(
+                ref.at[source_row, chunks],
+                scores_smem.at[which % buffers, chunks],
+                barriers.at[which * most_copies + part],
+            )
+
+        lax.fori_loop(0, copies, copy, None)
+
+    for which in range(min(buffers, len(sources))):
+        fetch(which)
+    index = _iota(shape, 0) * shape[1] + _iota(shape, 1)
+    exists = index <= current
+    chosen = exists & ((index < sink) | (index > current - local))
+    for which, (_, _, count) in enumerate(sources):
+        if which >= buffers:
+            fetch(which)
+
+        def landed(part: jax.Array, _: None, which: int = which) -> None:
+            plgpu.barrier_wait(barriers.at[which * most_copies + part])
+
+        lax.fori_loop(0, copies, landed, None)
+        scores = plgpu.load(scores_smem.at[which % buffers], layout=plgpu.Layout.WGMMA, optimized=False)
+        keys = jnp.where(chosen, NOT_A_CANDIDATE, jnp.where(exists, ordered(scores), NOT_A_CANDIDATE))
+        chosen = chosen | best(keys, index, count)
+
+    def write(first: int, ids: jax.Array) -> None:
+        ids_ref[program, pl.ds(first, SLOTS)] = ids
+
+    write_ids(chosen, write, ids_ref.shape[1], mask_smem, prefix_smem, triangle_smem, pick_smem, counts_smem)
+
+
+def _operand(rows: int, columns: int) -> plgpu.SMEM:
+    swizzle = next(s for s in (128, 64, 32) if columns % (s // 2) == 0)
+    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM((rows, columns), jnp.bfloat16, transforms=transforms)
+
+
+def select_blocks(
+    score_q: jax.Array,
+    score_e: jax.Array,
+    positions: jax.Array,
+    *,
+    block_size: int,
+    sink: int,
+    local: int,
+    query: int,
+    evict: int,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """Selected block ids, ascending: int32 [B, T, K, C]; equal to the reference, id for id."""
+    batch, queries, n_kv, n_blocks = score_q.shape
+    chunks = SLOTS if n_blocks <= WIDE else 2 * SLOTS
+    length = pl.cdiv(n_blocks, chunks * DEPTH) * DEPTH
+    rounded = pl.cdiv(length, SLOTS) * SLOTS
+
+    def chunked(scores: jax.Array) -> jax.Array:
+        if n_blocks % length:
+            scores = jnp.pad(scores, ((0, 0),) * 3 + ((0, -n_blocks % length),))
+        return scores.reshape(-1, pl.cdiv(n_blocks, length), length)
+
+    total = sink + local + query + evict
+    slots = pl.cdiv(total, SLOTS) * SLOTS
+    ids = plgpu.kernel(
+        functools.partial(
+            _select_kernel,
+            n_blocks=n_blocks,
+            n_kv=n_kv,
+            queries=queries,
+            queries_e=score_e.shape[1],
+            block_size=block_size,
+            sink=sink,
+            local=local,
+            query=query,
+            evict=evict,
+        ),
+        out_type=jax.ShapeDtypeStruct((batch * queries * n_kv, slots), jnp.int32),
+        scratch_types=(
+            plgpu.SMEM((2 if n_blocks <= WIDE else 1, chunks, length), jnp.float32),
+            _operand(chunks, length),
+            _operand(rounded, chunks),
+            _operand(rounded, length),
+            _operand(SLOTS, chunks),
+            plgpu.SMEM((chunks,), jnp.float32),
+            plgpu.Barrier(num_barriers=2 * chunks // COPY),
+        ),
+        grid=(batch * queries * n_kv,),
+        grid_names=("program",),
+        num_threads=1,
+        thread_name="warpgroup",
+        interpret=interpret,
+        kernel_name="select_blocks",
+    )(
+        chunked(score_q),
+        chunked(score_e),
+        positions.reshape(-1).astype(jnp.int32),
+    )
+    return ids[:, :total].reshape(batch, queries, n_kv, total)
