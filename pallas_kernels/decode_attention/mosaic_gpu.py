@@ -10,7 +10,7 @@ and are mostly empty, which leaves the tensor cores far from busy.
 """
 
 import math
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nosa_jax.pallas_kernels.decode_attention.merge import Partial, merge_partials
-from nosa_jax.pallas_kernels.decode_attention.plan import ROWS, TILE, Plan, plan_for, unsupported
+from nosa_jax.pallas_kernels.decode_attention.mosaic_merge import merge_splits
+from nosa_jax.pallas_kernels.decode_attention.plan import FLOOR, ROWS, TILE, Plan, plan_for, unsupported
 
 __all__ = ["decode_attention", "decode_attention_partial", "unsupported"]
 
 LOG2E = math.log2(math.e)
-# Far below any logit, and finite: the difference of two of them is no NaN.
-FLOOR = -1e30
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -40,9 +39,10 @@ def decode_attention(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """[B, N, H] in the dtype of q; as `reference.decode_attention`, with float32 logits, softmax and sums."""
-    return decode_attention_partial(q, slots, cis, slot_ids, block_ids, lengths, interpret=interpret).out.astype(
-        q.dtype
-    )
+    plan = _plan(q, slots, slot_ids)
+    out, lse = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret)
+    out = merge_splits(out, lse, plan.splits, q.dtype, interpret) if plan.splits > 1 else out.astype(q.dtype)
+    return _heads(out.reshape(-1, plan.rows, q.shape[2]), q, slots)
 
 
 def decode_attention_partial(
@@ -56,22 +56,43 @@ def decode_attention_partial(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Partial:
     """Out [B, N, H] and lse [B, N], float32; as `reference.decode_attention_partial`."""
+    plan = _plan(q, slots, slot_ids)
+    out, lse = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret)
+    out, lse = out.reshape(-1, plan.splits, plan.rows, q.shape[2]), lse.reshape(-1, plan.splits, plan.rows)
+    merged = merge_partials(*(Partial(out[:, i], lse[:, i]) for i in range(plan.splits)))
+    return Partial(_heads(merged.out, q, slots), _heads(merged.lse[..., None], q, slots)[..., 0])
+
+
+def _plan(q: jax.Array, slots: jax.Array, slot_ids: jax.Array) -> Plan:
     (batch, n_heads, head_dim), (n_kv, _, _, block) = q.shape, slots.shape[1:5]
-    group, n_entries = n_heads // n_kv, slot_ids.shape[2]
-    plan = plan_for(batch, n_kv, group, head_dim, block, n_entries)
-    padding = ((0, 0), (0, 0), (0, -n_entries % plan.align))
+    return plan_for(batch, n_kv, n_heads // n_kv, head_dim, block, slot_ids.shape[2])
+
+
+def _heads(x: jax.Array, q: jax.Array, slots: jax.Array) -> jax.Array:
+    """The query heads out of rows that are padded per KV head: [B*K, rows, X] to [B, N, X]."""
+    return x[:, : q.shape[1] // slots.shape[1]].reshape(*q.shape[:2], -1)
+
+
+def _attend(
+    q: jax.Array,
+    slots: jax.Array,
+    cis: jax.Array | None,
+    slot_ids: jax.Array,
+    block_ids: jax.Array,
+    lengths: jax.Array,
+    plan: Plan,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Pad what the kernel takes in whole tiles, and run it."""
+    pairs, group, head_dim = q.shape[0] * slots.shape[1], q.shape[1] // slots.shape[1], q.shape[2]
+    padding = ((0, 0), (0, 0), (0, -slot_ids.shape[2] % plan.align))
     slot_ids, block_ids = (jnp.pad(ids, padding, constant_values=-1) for ids in (slot_ids, block_ids))
     if cis is not None and plan.align > 1:
         # Blocks smaller than a tile: biases in the order of the list, so that those of a tile lie side by side.
         cis = jnp.take_along_axis(cis, jnp.maximum(block_ids, 0)[..., None], axis=2)
-    rows = jnp.pad(q.reshape(batch * n_kv, group, head_dim), ((0, 0), (0, plan.rows - group), (0, 0)))
-    rows = rows.reshape(-1, head_dim)
+    rows = jnp.pad(q.reshape(pairs, group, head_dim), ((0, 0), (0, plan.rows - group), (0, 0))).reshape(-1, head_dim)
     rows = jnp.pad(rows, ((0, max(0, ROWS - rows.shape[0])), (0, 0)))
-    out, lse = _splits(rows, slots, cis, slot_ids, block_ids, lengths, plan, interpret)
-    out = out.reshape(batch, n_kv, plan.splits, plan.rows, head_dim)[..., :group, :]
-    lse = lse.reshape(batch, n_kv, plan.splits, plan.rows)[..., :group]
-    merged = merge_partials(*(Partial(out[:, :, i], lse[:, :, i]) for i in range(plan.splits)))
-    return Partial(merged.out.reshape(q.shape), merged.lse.reshape(q.shape[:2]))
+    return _splits(rows, slots, cis, slot_ids, block_ids, lengths, plan, interpret)
 
 
 # Compiled as a function of its own: its calls in one program, one for each layer, then share one compiled kernel.
@@ -102,7 +123,7 @@ def _splits(
         bias_rows = arrays[-1].shape[0] // (batch * n_kv)
     arrays += [slot_ids.reshape(-1), block_ids.reshape(-1), lengths]
 
-    def body(q_ref, kv_ref, *refs):
+    def decode_attention_splits(q_ref, kv_ref, *refs):
         bias_ref = refs[0] if cis is not None else None
         slot_ref, block_ref, length_ref, out_ref, lse_ref = refs[-5:]
         pair, split = lax.axis_index("pair"), lax.axis_index("split")
@@ -129,17 +150,15 @@ def _splits(
             return tuple(jnp.where(e, s, 0) for e, s in zip(exists, seen, strict=True))
 
         def any_of(conditions):
-            result = conditions[0]
-            for condition in conditions[1:]:
-                result = result | condition
-            return result
+            return reduce(jnp.logical_or, conditions)
 
-        def visible(seen, shape, axis, layout=WGMMA):
+        def visible(seen, shape, axis):
             """Which tokens along an axis of a tile are visible."""
-            token = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
-            return any_of(
-                [(token >= i * piece) & (token < i * piece + jnp.minimum(s, piece)) for i, s in enumerate(seen)]
-            )
+            token = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+            if pieces == 1:
+                return token < seen[0]
+            ends = [i * piece + jnp.minimum(s, piece) for i, s in enumerate(seen)]
+            return any_of([(token >= i * piece) & (token < end) for i, end in enumerate(ends)])
 
         def scope(k_smem, v_smem, bias_smem, left_smem, barriers):
             def fetch(step, ids, seen):
@@ -165,17 +184,17 @@ def _splits(
                         else:
                             pl.when(seen[i] > 0)(copy)
                             pl.when(seen[i] <= 0)(skip)
-                    if cis is not None:
+                    if bias_ref is not None:
                         place = begin * parts // pieces + step if by_list else ids[0][1] * parts + part_of(step, 0)
                         plgpu.copy_gmem_to_smem(bias_ref.at[pair * bias_rows + place], bias_smem.at[stage], barrier)
 
-            def left(value, name):
-                """An array as a left operand."""
+            def left(value, i):
+                """An array as the left operand of the i-th product."""
                 if from_registers:
                     return value
-                left_smem[name][...] = value
+                left_smem[i][...] = value
                 plgpu.commit_smem()
-                return left_smem[name]
+                return left_smem[i]
 
             def attend(step, seen, carry):
                 acc, top, total = carry
@@ -188,7 +207,7 @@ def _splits(
 
                 logits = pl.run_scoped(scores, plgpu.ACC((ROWS, TILE), jnp.float32))
                 logits = logits * (LOG2E / math.sqrt(head_dim))
-                if cis is not None:
+                if bias_smem is not None:
                     bias = plgpu.load(bias_smem.at[stage], layout=WGMMA.reduce(0), optimized=False)
                     logits = logits + lax.broadcast_in_dim(bias * LOG2E, logits.shape, [1])
                 logits = jnp.where(visible(seen, logits.shape, 1), logits, FLOOR)
@@ -265,11 +284,11 @@ def _splits(
             plgpu.copy_smem_to_gmem(lse_smem.at[group], lse_ref.at[at])
             plgpu.wait_smem_to_gmem(0)
 
-        pl.run_scoped(store, plgpu.SMEM((ROWS, head_dim), jnp.float32), plgpu.SMEM((ROWS,), jnp.float32))
+        pl.run_scoped(store, _swizzled((ROWS, head_dim), jnp.float32), plgpu.SMEM((ROWS,), jnp.float32))
 
     n_programs = batch * n_kv * plan.splits
     return plgpu.kernel(
-        body,
+        decode_attention_splits,
         out_type=(
             jax.ShapeDtypeStruct((n_programs * plan.rows, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((n_programs, plan.rows), jnp.float32),
@@ -282,7 +301,8 @@ def _splits(
 
 
 def _swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> object:
-    """Shared memory of 16-bit elements as wgmma reads it."""
-    swizzle = plgpu.find_swizzle(shape[-1] * 16)
-    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    """Shared memory as wgmma reads it, and free of bank conflicts."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
+    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -13,10 +13,12 @@ DTYPES = ("bfloat16", "float16")
 MAX_BLOCK = 256
 TILE = 64  # tokens multiplied at a time: the depth of one swizzled wgmma operand
 ROWS = 64  # rows of one wgmma: the query heads of a group lie in them
+FLOOR = -1e30  # below any logit, and finite: the difference of two of them is no NaN
 MULTIPROCESSORS = 132  # of an H100 or H200
 PROGRAM_BYTES = 112 * 1024  # shared memory of one program, so that two fit on a multiprocessor
 MULTIPROCESSOR_BYTES = 224 * 1024
 MAX_STAGES = 6
+MAX_SPLITS = 64  # the merge is unrolled over them
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def plan_for(batch: int, n_kv: int, group: int, head_dim: int, block: int, n_ent
     def steps(splits: int) -> int:  # units one after the other, and about two more to start and end a program
         return math.ceil(pairs * splits / slots) * (math.ceil(units / splits) + 2)
 
-    choices = range(1, min(units, slots) + 1)
+    choices = range(1, min(units, MAX_SPLITS) + 1)
     shortest = min(map(steps, choices))
     splits = next(s for s in choices if steps(s) <= 1.05 * shortest)
     per_split = math.ceil(units / splits)

@@ -1,6 +1,7 @@
 """The Mosaic GPU kernel of decode attention: interpreted with race detection and poisoned memory, and on a GPU."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -82,12 +83,27 @@ SHAPES = {
 
 
 @by_lane
-@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matches_float32(shape, with_bias, interpret):
+def test_matches_float32(shape, interpret):
     args = paged([300, 65], **SHAPES[shape])
-    if not with_bias:
-        args = (*args[:2], None, *args[3:])
+    assert_near(mosaic_gpu.decode_attention(*args, interpret=interpret), in_float32(args))
+
+
+@by_lane
+@pytest.mark.parametrize("shape", ["8B", "blocks of 16"])
+def test_without_bias(shape, interpret):
+    q, slots, _, *lists = paged([300, 65], **SHAPES[shape])
+    args = (q, slots, None, *lists)
+    assert_near(mosaic_gpu.decode_attention(*args, interpret=interpret), in_float32(args))
+
+
+@by_lane
+@pytest.mark.parametrize(("entries", "stages"), [(5, 2), (5, 3), (7, 6)])
+def test_more_tiles_than_stages(entries, stages, interpret, monkeypatch):
+    """One program works through a list longer, and shorter, than what shared memory holds; stages are used again."""
+    plan = lambda *sizes: replace(plan_for(*sizes), entries=entries, splits=1, stages=stages)  # noqa: E731
+    monkeypatch.setattr(mosaic_gpu, "plan_for", plan)
+    args = paged([500, 65], entries=entries, n_slots=9)
     assert_near(mosaic_gpu.decode_attention(*args, interpret=interpret), in_float32(args))
 
 
