@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.infer.frozen import FrozenModel, freeze
+from nosa_jax.infer.trace import replayed_ids
 from nosa_jax.model import DecoderLayer, NosaLM
 from nosa_jax.offload.append import append_pooling, append_tail
 from nosa_jax.offload.layout import CacheLayout
@@ -47,8 +48,18 @@ def decode_step(
     return _jitted_step(freeze(model), state, tokens)
 
 
-def step(model: FrozenModel, state: DecodeState, tokens: Int[Array, "B"]) -> tuple[Float[Array, "B V"], DecodeState]:
-    """`decode_step` without its own jit, to be called from a jitted function of yours."""
+def step(
+    model: FrozenModel,
+    state: DecodeState,
+    tokens: Int[Array, "B"],
+    *,
+    picks: Int[Array, "streams picks"] | None = None,
+) -> tuple[Float[Array, "B V"], DecodeState]:
+    """`decode_step` without its own jit, to be called from a jitted function of yours.
+
+    picks: one step of a `SelectionTrace`, to attend to in place of what was selected. The selection is computed all
+      the same: this is for timing.
+    """
     modules, layout = model.module(), state.layout
     active = state.active & (state.lengths < state.capacity)
     positions = state.lengths[:, None]
@@ -58,7 +69,7 @@ def step(model: FrozenModel, state: DecodeState, tokens: Int[Array, "B"]) -> tup
     layers, tail_slots, counts = [], [], []
     for index, (layer, cache) in enumerate(zip(modules.layers, state.layers, strict=True)):
         x, cache, tail_slot, count = _layer_step(
-            layer, x, cache, positions, active, next_step, state.page_table, state.handle, index, layout
+            layer, x, cache, positions, active, next_step, state.page_table, state.handle, picks, index, layout
         )
         layers.append(cache)
         tail_slots.append(tail_slot)
@@ -120,6 +131,7 @@ def _layer_step(
     next_step: jax.Array,
     page_table: jax.Array,
     handle: jax.Array,
+    picks: jax.Array | None,
     index: int,
     layout: CacheLayout,
 ) -> tuple[jax.Array, LayerCache, jax.Array, StepCounts]:
@@ -128,6 +140,9 @@ def _layer_step(
     q, k, v, cis = layer.attention.project(layer.attention_norm(x), positions)
     cache = append_pooling(cache, k[:, 0], cis[:, 0], lengths, active, layout)
     block_ids = selected_blocks(q, cache, lengths, active, layout)
+    if picks is not None:
+        # Chosen at run time, so that the compiler cannot leave out the selection.
+        block_ids = jnp.where(next_step >= 0, replayed_ids(picks, lengths, config, index), block_ids)
     cache, residency = bring_in(cache, block_ids, lengths, page_table, handle, next_step, layer=index, layout=layout)
 
     # The slots go through one chain of in-place updates: this one, attention, and after the last layer

@@ -1,0 +1,166 @@
+"""Selections to replay: which blocks a step picks beside the forced ones, recorded from a model or made up.
+
+How fast an offloaded step is depends on how many selected blocks are not in a slot, and random weights do not select as
+trained ones do. A trace fixes the selection, so that systems can be timed on the locality of a trained model.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from nosa_jax.config import NosaConfig
+from nosa_jax.errors import InputError
+
+# Misses per layer, KV head, row and step of NOSA-8B at 16K tokens by slots (C = 64): a published third-party
+# measurement, which replayed one trace through LRU tables of these sizes.
+PUBLISHED_MISSES = {64: 3.58, 80: 1.20, 96: 0.86, 128: 0.71}
+
+
+@dataclass(frozen=True)
+class SelectionTrace:
+    """Picks of consecutive decode steps in independent streams; one stream stands for one KV head of a layer and row.
+
+    picks: int32 [steps, streams, picks], ids among the blocks that are not forced, each once, ascending.
+    n_candidates: the ids are below sink + n_candidates and from sink on.
+    origin: in words, where it comes from; printed with every figure that used it.
+    """
+
+    picks: np.ndarray
+    sink: int
+    n_candidates: int
+    origin: str
+
+    def __post_init__(self) -> None:
+        if self.picks.ndim != 3:
+            raise InputError(f"a trace has dimensions [steps, streams, picks], not {self.picks.shape}")
+        low, high = int(self.picks.min(initial=self.sink)), int(self.picks.max(initial=self.sink))
+        if low < self.sink or high >= self.sink + self.n_candidates:
+            raise InputError(
+                f"the trace picks blocks {low} .. {high}; candidates are {self.sink} .. "
+                f"{self.sink + self.n_candidates - 1}"
+            )
+
+    def save(self, path: Path | str) -> None:
+        """Write a compressed .npz file."""
+        np.savez_compressed(
+            path, picks=self.picks.astype(np.int32), sink=self.sink, n_candidates=self.n_candidates, origin=self.origin
+        )
+
+    @classmethod
+    def load(cls, path: Path | str) -> "SelectionTrace":
+        """Read a file that `save` wrote.
+
+        Raises:
+          InputError: the file does not hold a trace; names what is missing.
+        """
+        with np.load(path, allow_pickle=False) as data:
+            missing = {"picks", "sink", "n_candidates", "origin"} - set(data.files)
+            if missing:
+                raise InputError(f"{path} is no selection trace: it lacks {', '.join(sorted(missing))}")
+            return cls(
+                data["picks"].astype(np.int32), int(data["sink"]), int(data["n_candidates"]), str(data["origin"])
+            )
+
+    def misses(self, slots: int, forced: int) -> float:
+        """Mean misses of a step under least-recently-used replacement with so many slots, `forced` of them taken.
+
+        The first half of the steps fills the tables and is not counted.
+        """
+        room = slots - forced
+        if room < self.picks.shape[2]:
+            raise InputError(f"{slots} slots cannot hold {forced} forced blocks and {self.picks.shape[2]} picks")
+        n_steps, n_streams, _ = self.picks.shape
+        last_used = np.full((n_streams, self.sink + self.n_candidates), -1)
+        rows = np.arange(n_streams)[:, None]
+        counted = 0
+        for step, picks in enumerate(self.picks):
+            before = last_used[rows, picks]
+            # A block is in a slot if fewer than `room` blocks were used since, or as lately: ties cannot be told apart.
+            order = -np.sort(-last_used, axis=1)[:, room - 1 : room]
+            missed = (before < order) | (before < 0)
+            if step >= n_steps // 2:
+                counted += int(missed.sum())
+            last_used[rows, picks] = step
+        return counted / (n_steps - n_steps // 2) / n_streams
+
+
+def synthetic_trace(
+    config: NosaConfig,
+    *,
+    context: int,
+    steps: int,
+    streams: int = 64,
+    misses: dict[int, float] | None = None,
+    seed: int = 0,
+) -> SelectionTrace:
+    """A trace with stated misses per step at several table sizes.
+
+    Every step drops as many random picks as miss with exactly C slots and takes others instead: blocks dropped a short
+    or a long time ago, in the proportions that the larger tables' misses imply, and never-used ones.
+
+    Args:
+      config: its budget and block size.
+      context: tokens at the first step.
+      misses: by number of slots, the first being C; None takes `PUBLISHED_MISSES`.
+    """
+    budget = config.budget
+    wanted = PUBLISHED_MISSES if misses is None else misses
+    sizes = sorted(wanted)
+    if sizes[0] != budget.total:
+        raise InputError(f"misses must begin with those at C={budget.total} slots, not at {sizes[0]}")
+    n_picks = budget.query + budget.evict
+    n_candidates = context // config.block_size + 1 - budget.sink - budget.local
+    if n_candidates < n_picks + max(sizes) - budget.total:
+        raise InputError(f"a context of {context} tokens has too few blocks for a table of {max(sizes)} slots")
+    rng = np.random.default_rng(seed)
+    # Shares of the changed picks by how long ago the block was dropped: places in the order of last use.
+    bounds = [size - budget.total for size in sizes] + [n_candidates - n_picks]
+    remaining = [wanted[size] for size in sizes]
+    shares = [(a - b) / remaining[0] for a, b in pairwise(remaining)]
+    shares.append(remaining[-1] / remaining[0])
+    order = np.stack([rng.permutation(n_candidates) for _ in range(streams)])  # most recently used first
+    picks = np.empty((steps, streams, n_picks), np.int32)
+    for step in range(steps):
+        for stream in range(streams):
+            row = order[stream]
+            n_changed = rng.binomial(budget.query, min(1.0, remaining[0] / budget.query))
+            dropped = rng.choice(n_picks, n_changed, replace=False)
+            classes = rng.choice(len(shares), n_changed, p=shares)
+            taken: set[int] = set()
+            for kind in classes:
+                low, high = n_picks + bounds[kind], n_picks + bounds[kind + 1]
+                place = int(rng.integers(low, high))
+                while place in taken:
+                    place = int(rng.integers(low, high))
+                taken.add(place)
+            held = np.delete(row[:n_picks], dropped)
+            back = np.asarray(sorted(taken), int)
+            rest = np.delete(row, np.concatenate([np.arange(n_picks), back]))
+            order[stream] = np.concatenate([held, row[back], row[:n_picks][dropped], rest])
+            picks[step, stream] = np.sort(order[stream, :n_picks])
+    trace = SelectionTrace(picks + budget.sink, budget.sink, n_candidates, "")
+    reached = {size: trace.misses(size, budget.sink + budget.local) for size in sizes}
+    found = ", ".join(f"{value:.2f} with {size} slots" for size, value in reached.items())
+    return SelectionTrace(trace.picks, budget.sink, n_candidates, f"synthetic: {found} miss of {budget.total} a step")
+
+
+def replayed_ids(
+    picks: Int[Array, "streams picks"], lengths: Int[Array, "B"], config: NosaConfig, layer: int
+) -> Int[Array, "B K C"]:
+    """Selected block ids of one step and layer: the picks, between the blocks that the token at `lengths` must have.
+
+    Streams are dealt out to rows and KV heads in turn, beginning elsewhere in every layer.
+    """
+    budget, heads = config.budget, config.num_kv_heads
+    current = lengths // config.block_size
+    stream = layer * 17 + jnp.arange(lengths.shape[0] * heads)
+    own = picks[stream % picks.shape[0]].reshape(lengths.shape[0], heads, -1)
+    sink = jnp.broadcast_to(jnp.arange(budget.sink), (*own.shape[:2], budget.sink))
+    local = current[:, None, None] + 1 - budget.local + jnp.arange(budget.local)
+    return jnp.concatenate([sink, own, jnp.broadcast_to(local, (*own.shape[:2], budget.local))], axis=-1).astype(
+        jnp.int32
+    )
