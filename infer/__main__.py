@@ -1,37 +1,38 @@
 """`python -m nosa_jax.infer`, installed as `nosa-generate`."""
 
+import contextlib
+import dataclasses
 import logging
-import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
-import numpy as np
 import tyro
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nosa_jax.checkpoint import find_checkpoint, load_model, read_meta, saved_config, saved_tokenizer
 from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
+from nosa_jax.infer.cli_chat import converse
+from nosa_jax.infer.cli_output import discard_output, generate_all, open_output, stream, write_lines, write_texts
+from nosa_jax.infer.cli_prompts import NamedPrompt, PromptReader, chat_options
 from nosa_jax.infer.engine import Engine
 from nosa_jax.infer.frozen import freeze
 from nosa_jax.infer.plan import DoesNotFitError, make_plan
 from nosa_jax.infer.report import statistics_tables
-from nosa_jax.infer.requests import GenerationResult
 from nosa_jax.infer.sampling import SamplingParams
-from nosa_jax.infer.text_stream import TextStream
 from nosa_jax.model import NosaLM
 from nosa_jax.offload import OutOfPagesError
 from nosa_jax.tokenizer import Tokenizer, load_tokenizer
+from nosa_jax.weights import ModelSource, find_model
 
 _INTERRUPTED = 130  # what shells report for SIGINT
+_CHAT_CONTEXT = 8192
 _MAX_ROWS = 8  # decoded together unless --max-batch says otherwise
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
@@ -41,12 +42,24 @@ Flag = tyro.conf.FlagCreatePairsOff[bool]
 class GenerateConfig:
     """Continue prompts with a trained model, its KV cache in host memory. Text goes to stdout, all else to stderr."""
 
-    model: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
-    """A training run, one of its steps, or an exported checkpoint."""
+    model: Annotated[str, tyro.conf.arg(metavar="FOLDER|ID")]
+    """A training run, one of its steps, an exported checkpoint, a folder with config.json and safetensors files, or a
+    repository of the Hugging Face Hub (owner/name)."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")] = ()
     """Prompts to continue. One is printed as it is written, several one after the other."""
     prompt_file: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE...")] = ()
     """Files to continue, after the prompts given as text."""
+    jsonl: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE...")] = ()
+    """Files with a prompt per line, "-" for stdin: tables with `prompt`, `messages` or `tokens`, and perhaps `id`,
+    `max_new_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`. Results are then tables too, one per line."""
+    output: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Where results of --jsonl go. Default: stdout."""
+    chat: Flag = False
+    """Prompts are a user's messages, put into the model's chat template. Without prompts: a conversation on stdin."""
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """With --chat: a system message before the user's."""
+    chat_option: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE...")] = ()
+    """With --chat: further variables of the template, like enable_thinking=false."""
     max_new_tokens: int = 128
     """Most tokens to write for each prompt."""
     temperature: float = 0.0
@@ -59,6 +72,8 @@ class GenerateConfig:
     """Of the sampling. The same seed gives the same text."""
     ignore_eos: Flag = False
     """Go on after the end-of-document token."""
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")] = ()
+    """A text ends before the first of these strings."""
     resident: Flag = False
     """Keep the whole KV cache on the device instead of in host memory."""
     slots: int | None = None
@@ -68,7 +83,8 @@ class GenerateConfig:
     host_budget: str | None = None
     """Most host memory for KV pages, like 200GiB."""
     max_context: int | None = None
-    """Tokens that a row may reach, prompt included. Default: what the prompts need."""
+    """Tokens that a row may reach, prompt included. Default: what the prompts need; for a conversation 8192, or what
+    the model was made for."""
     max_batch: int | None = None
     """Rows decoded together. Default: one for each prompt, at most 8."""
     attention: AttentionKind | None = None
@@ -76,18 +92,15 @@ class GenerateConfig:
     dtype: ComputeDtype | None = None
     """Convert weights and KV cache. Default: as saved."""
     tokenizer: str | None = None
-    """"bytes", or the path of a tokenizer.json. Default: the one in the checkpoint."""
+    """"bytes", or the path of a tokenizer.json or of a folder with one. Default: the one in the checkpoint."""
     step: int | None = None
     """Which checkpoint of a run. Default: the latest."""
+    revision: str | None = None
+    """Branch, tag or commit of a repository. Default: its main branch."""
     plan: Flag = False
     """Print where every byte would go, and stop. Needs no prompt."""
     stats: Flag = False
     """Print hits, misses, bytes and locality when done."""
-
-
-class _Prompt(NamedTuple):
-    name: str  # what messages call it
-    ids: np.ndarray
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nnosa-generate: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader, a pager for example, has gone; nothing may be written any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        discard_output()
         return 1
     return 0
 
@@ -118,14 +131,22 @@ def _generate(config: GenerateConfig) -> None:
         top_k=config.top_k,
         top_p=config.top_p,
         seed=config.seed,
+        stop=config.stop,
     )
-    folder = find_checkpoint(config.model, config.step)
-    meta = read_meta(folder)
-    model_config = _model_config(meta, config, folder)
-    tokenizer = _tokenizer(meta, config, model_config, folder)
-    if not config.ignore_eos and tokenizer.eos_id is not None:
-        params = SamplingParams(**(vars(params) | {"eos_ids": (tokenizer.eos_id,)}))
-    prompts = _read_prompts(config, tokenizer)
+    _require_sense(config)
+    source = find_model(config.model, step=config.step, revision=config.revision)
+    changed = {} if config.dtype is None else {"dtype": config.dtype, "param_dtype": config.dtype}
+    model_config = source.config.replace(**changed)
+    tokenizer = _tokenizer(source, config, model_config)
+    if not config.ignore_eos:
+        params = dataclasses.replace(params, eos_ids=tokenizer.stop_ids)
+    reader = PromptReader(tokenizer, params, config.chat, config.system, chat_options(config.chat_option))
+    prompts = [*reader.texts(config.prompt), *reader.files(config.prompt_file), *reader.lines(config.jsonl)]
+    conversation = config.chat and not prompts and not config.jsonl
+    if conversation:
+        reader.conversation([{"role": "user", "content": "?"}])  # a model without a template is refused now
+    elif not prompts and not config.plan:
+        raise InputError("there is nothing to continue; give --prompt TEXT, --prompt-file FILE, --jsonl FILE or --chat")
     attention = config.attention or model_config.attention
     if attention == "dense" and not config.resident:
         raise InputError(
@@ -147,24 +168,52 @@ def _generate(config: GenerateConfig) -> None:
         print(plan)
         return
 
-    model, _, _ = load_model(folder, dtype=config.dtype)
-    with Engine(model, tokenizer=tokenizer, **sizes) as engine:
+    with contextlib.ExitStack() as stack:
+        lines = open_output(config.output)
+        if lines is not None:
+            stack.enter_context(lines)
+        engine = stack.enter_context(Engine(_load(source, config), tokenizer=tokenizer, **sizes))
         start = time.perf_counter()
-        results = _run(engine, tokenizer, prompts, params, record_steps=config.stats)
+        names = [p.name for p in prompts]
+        if conversation:
+            names, results = converse(engine, reader, record_steps=config.stats)
+        elif len(prompts) == 1 and not config.jsonl:
+            results = [stream(engine, tokenizer, prompts[0], record_steps=config.stats)]
+        else:
+            results = generate_all(engine, prompts, record_steps=config.stats)
+            if config.jsonl:
+                write_lines(lines, prompts, results)
+            else:
+                write_texts(prompts, results)
         seconds = time.perf_counter() - start
-    if config.stats:
+        layout = engine.layout
+    if config.stats and results:
         console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 110)
-        for table in statistics_tables([p.name for p in prompts], results, engine.layout, seconds):
+        for table in statistics_tables(names, results, layout, seconds):
             console.print(table)
 
 
-def _model_config(meta: dict[str, Any], config: GenerateConfig, folder: Path) -> NosaConfig:
-    saved = saved_config(meta, folder)
-    return saved if config.dtype is None else saved.replace(dtype=config.dtype, param_dtype=config.dtype)
+def _require_sense(config: GenerateConfig) -> None:
+    """Refuse options that would have no effect."""
+    if config.output is not None and not config.jsonl:
+        raise InputError(f"--output {config.output!r} is for the results of --jsonl; redirect stdout for texts")
+    for name, given in (("--system", config.system is not None), ("--chat-option", bool(config.chat_option))):
+        if given and not config.chat and not config.jsonl:
+            raise InputError(f"{name} has no effect without --chat, or --jsonl with messages")
 
 
-def _tokenizer(meta: dict[str, Any], config: GenerateConfig, model_config: NosaConfig, folder: Path) -> Tokenizer:
-    tokenizer = saved_tokenizer(meta, folder) if config.tokenizer is None else load_tokenizer(config.tokenizer)
+def _load(source: ModelSource, config: GenerateConfig) -> NosaLM:
+    """The model; what the reader has to say goes to stderr in this program's own form."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        model = source.load(dtype=config.dtype)
+    for warning in caught:
+        print(f"nosa-generate: {warning.message}", file=sys.stderr)
+    return model
+
+
+def _tokenizer(source: ModelSource, config: GenerateConfig, model_config: NosaConfig) -> Tokenizer:
+    tokenizer = source.tokenizer if config.tokenizer is None else load_tokenizer(config.tokenizer)
     if tokenizer is None:
         raise InputError(
             f"{config.model!r} holds no tokenizer. Name one with --tokenizer: 'bytes' or the path of a tokenizer.json."
@@ -177,82 +226,24 @@ def _tokenizer(meta: dict[str, Any], config: GenerateConfig, model_config: NosaC
     return tokenizer
 
 
-def _read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[_Prompt]:
-    """Token ids of all prompts, begun as documents were in training."""
-    # Arguments that are not UTF-8 reach Python as surrogates; these are their bytes.
-    sources = [(f"prompt {i}", text.encode("utf-8", "surrogateescape")) for i, text in enumerate(config.prompt)]
-    for name in config.prompt_file:
-        try:
-            sources.append((repr(name), Path(name).read_bytes()))
-        except OSError as error:
-            raise InputError(
-                f"cannot read the prompt file {name!r}: {error.strerror}. Give a readable file."
-            ) from error
-    if not sources and not config.plan:
-        raise InputError("there is nothing to continue; give --prompt TEXT or --prompt-file FILE")
-    prompts = []
-    for name, data in sources:
-        if not data:
-            raise InputError(f"{name} is empty; give at least one character to continue")
-        try:
-            prompts.append(_Prompt(name, tokenizer.encode(data, bos=True)))
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}. Convert it; only models "
-                "that were trained on bytes take any file."
-            ) from error
-    return prompts
-
-
-def _context(config: GenerateConfig, model_config: NosaConfig, prompts: list[_Prompt]) -> int:
+def _context(config: GenerateConfig, model_config: NosaConfig, prompts: list[NamedPrompt]) -> int:
     """Tokens per row: as asked for, or what the longest prompt needs. Refuses prompts that do not fit."""
     given = config.max_context is not None
     limit = model_config.max_context if config.max_context is None else config.max_context
-    for name, ids in prompts:
-        if len(ids) + config.max_new_tokens > limit:
-            fewer = f", ask for at most {limit - len(ids)} new tokens" if limit > len(ids) else ""
+    for prompt in prompts:
+        length, new = len(prompt.ids), prompt.params.max_new_tokens
+        if length + new > limit:
+            fewer = f", ask for at most {limit - length} new tokens" if limit > length else ""
             raise InputError(
-                f"{name} has {len(ids)} tokens and may get {config.max_new_tokens} new ones, but a row holds {limit} "
+                f"{prompt.name} has {length} tokens and may get {new} new ones, but a row holds {limit} "
                 f"({'--max-context' if given else 'the longest that the model was made for'}). Shorten it{fewer}"
                 f"{', or raise --max-context' if given else ''}."
             )
-    if given or not prompts:
+    if given or (not prompts and not config.chat):
         return limit
-    return max(len(ids) for _, ids in prompts) + config.max_new_tokens
-
-
-def _run(
-    engine: Engine, tokenizer: Tokenizer, prompts: list[_Prompt], params: SamplingParams, *, record_steps: bool
-) -> list[GenerationResult]:
-    """Generate, printing the text: of one prompt token by token, of several when all are done."""
-    ids = [p.ids for p in prompts]
-    if len(prompts) == 1:
-        stream = TextStream(tokenizer)
-        results = engine.generate(
-            ids, params, on_token=lambda _, token: _write(stream.push(token)), record_steps=record_steps
-        )
-        _write(stream.flush() + "\n")
-        return results
-
-    bar = Progress(
-        TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
-        console=Console(stderr=True), disable=not sys.stderr.isatty(),
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("tokens", total=len(ids) * params.max_new_tokens)
-        results = engine.generate(
-            ids, params, on_token=lambda _index, _token: bar.advance(task), record_steps=record_steps
-        )
-    for prompt, result in zip(prompts, results, strict=True):
-        _write(f"=== {prompt.name}\n{result.text}\n")
-    return results
-
-
-def _write(text: str) -> None:
-    """Text to stdout at once, whatever characters the terminal knows."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    if not prompts:
+        return min(limit, _CHAT_CONTEXT)
+    return max(len(p.ids) + p.params.max_new_tokens for p in prompts)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ without the table gets the values that are fixed there.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from nosa_jax.config import NosaConfig
+from nosa_jax.config import AttentionKind, ComputeDtype, EvictionVariant, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.weights.rope_scaling import longrope_scaling, rope_fields
 
@@ -99,7 +100,7 @@ def config_from_json(values: Mapping[str, Any], *, has_eviction_head: bool = Tru
         num_heads=heads,
         num_kv_heads=_integer(values, "num_key_value_heads", heads),
         head_dim=_head_dim(values, heads),
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=_positive(values, "rms_norm_eps", 1e-6),
         tie_embeddings=bool(values.get("tie_word_embeddings", kind == "minicpm")),
         max_context=_integer(values, "max_position_embeddings", NosaConfig.max_context),
         attention="nosa" if has_eviction_head else "dense",
@@ -170,6 +171,15 @@ def _integer(values: Mapping[str, Any], key: str, default: int | None = None) ->
     return found
 
 
+def _positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    found = values.get(key)
+    found = default if found is None else found
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+        what = "is missing" if found is None else f"is {found!r}"
+        raise InputError(f"{key} {what} in config.json; it must be a positive number.")
+    return float(found)
+
+
 def _head_dim(values: Mapping[str, Any], heads: int) -> int:
     """One size for queries, keys and values."""
     width = _integer(values, "hidden_size")
@@ -190,14 +200,9 @@ def _all_full_attention(key: str, value: Any) -> bool:
 
 def _scales(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """MiniCPM's three scalings; a Llama config must not have any that would change something."""
-    given = {key: values.get(key) for key in _MINICPM_SCALES}
     if kind == "minicpm":
-        for key, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise InputError(
-                    f"{key}={value!r} must be a positive number in the config.json of a MiniCPM checkpoint."
-                )
-        return given
+        return {key: _positive(values, key) for key in _MINICPM_SCALES}
+    given = {key: values.get(key) for key in _MINICPM_SCALES}
     for key, value in given.items():
         if value is not None:
             raise InputError(
@@ -242,6 +247,9 @@ def _sparse_fields(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
             f"sparse_config.topk={merged['topk']} is less than init_blocks={merged['init_blocks']}, the {local} blocks "
             f"of window_size and the current one, and select_blocks={merged['select_blocks']} (at least 1) need."
         )
+    for key, kinds in (("attention", (None, *get_args(AttentionKind))), ("eviction", get_args(EvictionVariant))):
+        if merged[key] not in kinds:
+            raise InputError(f"sparse_config.{key}={merged[key]!r} must be one of {', '.join(k for k in kinds if k)}.")
     fields = dict(
         pool_window=merged["kernel_size"], pool_stride=merged["kernel_stride"], block_size=merged["block_size"],
         sink_blocks=merged["init_blocks"], local_blocks=local, query_blocks=query, evict_blocks=evict,
@@ -254,4 +262,8 @@ def _dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of the activations; parameters keep what their files hold."""
     stored = values.get("torch_dtype", values.get("dtype"))
     given = {"param_dtype": stored, "dtype": values.get("compute_dtype", stored)}
-    return {key: str(value).removeprefix("torch.") for key, value in given.items() if value is not None}
+    names = {key: str(value).removeprefix("torch.") for key, value in given.items() if value is not None}
+    for name in names.values():
+        if name not in get_args(ComputeDtype):
+            raise InputError(f"torch_dtype={name!r} must be one of {', '.join(get_args(ComputeDtype))}.")
+    return names

@@ -86,7 +86,8 @@ def _longrope(
     raise InputError(
         f"{key}.long_factor differs from short_factor, so frequencies would change once a sequence is longer than "
         f"original_max_position_embeddings={_original_context(scaling, values)}, and keys in the cache would be wrong. "
-        f"Load it with max_context={_original_context(scaling, values)} or less (it is {max_context})."
+        f"Load it with max_context={_original_context(scaling, values)} or less (it is {max_context}), or set "
+        "max_position_embeddings so in config.json."
     )
 
 

@@ -5,7 +5,7 @@ import functools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,46 +40,6 @@ _SHAPES = frozenset(
 )
 
 
-class ModelSource(Protocol):
-    """A checkpoint that was found and described, and not read yet."""
-
-    @property
-    def folder(self) -> Path:
-        """Where it lies."""
-
-    @property
-    def config(self) -> NosaConfig:
-        """The config that the model will have."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer beside the weights, if there is one. Raises InputError where it cannot be used."""
-
-    def load(
-        self,
-        *,
-        dtype: ComputeDtype | None = None,
-        place: Placement | None = None,
-        seed: int = 0,
-        **changes: Any,
-    ) -> NosaLM:
-        """Read the weights; see `NosaLM.from_pretrained` for the arguments and errors."""
-
-
-def find_model(path_or_id: str | Path, *, step: int | None = None, revision: str | None = None) -> ModelSource:
-    """Find a model: a folder with config.json and safetensors files, a checkpoint or run of this package, or a hub id.
-
-    step: which checkpoint of a training run; None takes the latest.
-    Raises InputError where there is none, or where its description cannot be used.
-    """
-    folder = checkpoint_folder(path_or_id, revision)
-    if (folder / CONFIG_FILE).is_file() and not is_checkpoint(folder):
-        if step is not None:
-            raise InputError(f"{str(folder)!r} is a single checkpoint, so {step=} cannot be chosen; leave step out.")
-        return SafetensorsModel(folder)
-    return OrbaxModel(find_checkpoint(folder, step))
-
-
 @dataclass(frozen=True)
 class OrbaxModel:
     """A checkpoint as `nosa_jax.checkpoint` writes it."""
@@ -109,7 +69,7 @@ class OrbaxModel:
         seed: int = 0,
         **changes: Any,
     ) -> NosaLM:
-        """See `ModelSource.load`; seed is not needed, since every parameter is there."""
+        """Read the weights; see `NosaLM.from_pretrained`. seed is not needed, since every parameter is there."""
         _require_no_shapes(changes)
         model, _, _ = load_model(self.folder, dtype=dtype, place=place)
         return _assembled(_changed(model.config, changes), split_model(model)[1]) if changes else model
@@ -156,7 +116,7 @@ class SafetensorsModel:
         seed: int = 0,
         **changes: Any,
     ) -> NosaLM:
-        """See `ModelSource.load`."""
+        """Read the weights; see `NosaLM.from_pretrained`."""
         place = place or on_first_device
         if dtype is not None:
             changes |= {"dtype": dtype, "param_dtype": dtype}
@@ -182,6 +142,24 @@ class SafetensorsModel:
             return require_tensors(config, self.stored)
         except InputError as error:
             raise InputError(f"{str(self.folder)!r}: {error}") from error
+
+
+ModelSource = OrbaxModel | SafetensorsModel
+"""A checkpoint that was found and described, and not read yet."""
+
+
+def find_model(path_or_id: str | Path, *, step: int | None = None, revision: str | None = None) -> ModelSource:
+    """Find a model: a folder with config.json and safetensors files, a checkpoint or run of this package, or a hub id.
+
+    step: which checkpoint of a training run; None takes the latest.
+    Raises InputError where there is none, or where its description cannot be used.
+    """
+    folder = checkpoint_folder(path_or_id, revision)
+    if (folder / CONFIG_FILE).is_file() and not is_checkpoint(folder):
+        if step is not None:
+            raise InputError(f"{str(folder)!r} is a single checkpoint, so {step=} cannot be chosen; leave step out.")
+        return SafetensorsModel(folder)
+    return OrbaxModel(find_checkpoint(folder, step))
 
 
 def _fresh_eviction_heads(config: NosaConfig, place: Placement, seed: int) -> Params:

@@ -65,7 +65,7 @@ def test_several_prompts_from_text_and_files(capsys, byte_model, expected, tmp_p
 
 def test_plan_is_printed_and_nothing_is_read_or_made(capsys, byte_model, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("nosa_jax.infer.__main__.load_model", None)
+        patch.setattr("nosa_jax.weights.source.load_model", None)
         patch.setattr("nosa_jax.infer.__main__.Engine", None)
         argv = ("--model", str(byte_model), "--plan", "--max-context", "128", "--device-budget", "20MiB")
         text = generate(capsys, *argv)
