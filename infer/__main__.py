@@ -19,7 +19,7 @@ from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
 from nosa_jax.infer.cli_chat import converse
-from nosa_jax.infer.cli_output import discard_output, generate_all, open_output, stream, write_lines, write_texts
+from nosa_jax.infer.cli_output import discard_output, generate_all, open_output, stream, write_line, write_text
 from nosa_jax.infer.cli_prompts import NamedPrompt, PromptReader, chat_options
 from nosa_jax.infer.engine import Engine
 from nosa_jax.infer.frozen import freeze
@@ -180,11 +180,10 @@ def _generate(config: GenerateConfig) -> None:
         elif len(prompts) == 1 and not config.jsonl:
             results = [stream(engine, tokenizer, prompts[0], record_steps=config.stats)]
         else:
-            results = generate_all(engine, prompts, record_steps=config.stats)
-            if config.jsonl:
-                write_lines(lines, prompts, results)
-            else:
-                write_texts(prompts, results)
+            results = []
+            for index, (prompt, result) in enumerate(generate_all(engine, prompts, record_steps=config.stats)):
+                write_line(lines, index, prompt, result) if config.jsonl else write_text(prompt, result)
+                results.append(result)
         seconds = time.perf_counter() - start
         layout = engine.layout
     if config.stats and results:

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +15,7 @@ from nosa_jax.infer.cli_prompts import STDIN, NamedPrompt
 from nosa_jax.infer.engine import Engine
 from nosa_jax.infer.requests import GenerationResult
 from nosa_jax.infer.text_stream import StoppingStream
+from nosa_jax.offload import OutOfPagesError
 from nosa_jax.tokenizer import Tokenizer
 
 
@@ -28,26 +29,42 @@ def stream(engine: Engine, tokenizer: Tokenizer, prompt: NamedPrompt, *, record_
     return result
 
 
-def generate_all(engine: Engine, prompts: Sequence[NamedPrompt], *, record_steps: bool) -> list[GenerationResult]:
-    """Generate for all prompts, showing how far it is."""
+def generate_all(
+    engine: Engine, prompts: Sequence[NamedPrompt], *, record_steps: bool
+) -> Iterator[tuple[NamedPrompt, GenerationResult]]:
+    """Generate for all prompts, giving each with its result in their order, as soon as it and those before it are done.
+
+    Shows how far it is.
+
+    Raises:
+      InputError, OutOfPagesError: a prompt that the engine cannot take; names it. Nothing was generated then.
+    """
     bar = Progress(
         TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
         console=Console(stderr=True), disable=not sys.stderr.isatty(),
     )  # fmt: skip
+    task = bar.add_task("tokens", total=sum(p.params.max_new_tokens for p in prompts))
+    handles = []
+    for index, prompt in enumerate(prompts):
+        try:
+            handle = engine.submit(
+                prompt.ids,
+                prompt.params,
+                on_token=lambda _: bar.advance(task),
+                record_steps=record_steps,
+                stream=index,
+            )
+        except (InputError, OutOfPagesError) as error:
+            raise type(error)(f"{prompt.name}: {error}") from error
+        handles.append(handle)
     with bar:
-        task = bar.add_task("tokens", total=sum(p.params.max_new_tokens for p in prompts))
-        return engine.generate(
-            [p.ids for p in prompts],
-            [p.params for p in prompts],
-            on_token=lambda _index, _token: bar.advance(task),
-            record_steps=record_steps,
-        )
+        for prompt, handle in zip(prompts, handles, strict=True):
+            yield prompt, handle.result()
 
 
-def write_texts(prompts: Sequence[NamedPrompt], results: Sequence[GenerationResult]) -> None:
-    """All texts, each under its prompt's name."""
-    for prompt, result in zip(prompts, results, strict=True):
-        write(f"=== {prompt.name}\n{result.text}\n")
+def write_text(prompt: NamedPrompt, result: GenerationResult) -> None:
+    """A text under its prompt's name."""
+    write(f"=== {prompt.name}\n{result.text}\n")
 
 
 def open_output(name: str | None) -> IO[str] | None:
@@ -65,26 +82,26 @@ def open_output(name: str | None) -> IO[str] | None:
         ) from error
 
 
-def write_lines(file: IO[str] | None, prompts: Sequence[NamedPrompt], results: Sequence[GenerationResult]) -> None:
-    """A table per prompt and line, in their order."""
-    for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-        line = json.dumps(
-            {
-                "id": index if prompt.id is None else prompt.id,
-                "text": result.text,
-                "tokens": result.tokens,
-                "finish_reason": result.finish_reason,
-                "prompt_tokens": result.prompt_length,
-                "hits": result.hits,
-                "misses": result.misses,
-                "bytes_fetched": result.bytes_fetched,
-            },
-            ensure_ascii=False,
-        )
-        if file is None:
-            write(line + "\n")
-        else:
-            file.write(line + "\n")
+def write_line(file: IO[str] | None, index: int, prompt: NamedPrompt, result: GenerationResult) -> None:
+    """A result as a table on a line; `index` is its id where its prompt gave none."""
+    line = json.dumps(
+        {
+            "id": index if prompt.id is None else prompt.id,
+            "text": result.text,
+            "tokens": result.tokens,
+            "finish_reason": result.finish_reason,
+            "prompt_tokens": result.prompt_length,
+            "hits": result.hits,
+            "misses": result.misses,
+            "bytes_fetched": result.bytes_fetched,
+        },
+        ensure_ascii=False,
+    )
+    if file is None:
+        write(line + "\n")
+    else:
+        file.write(line + "\n")
+        file.flush()  # an interrupted run keeps what it has finished
 
 
 def write(text: str) -> None:

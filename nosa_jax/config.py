@@ -208,6 +208,8 @@ class NosaConfig:
         required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
         if missing := sorted(required - set(values)):
             raise ValueError(f"missing config keys: {', '.join(missing)}")
+        if isinstance(values.get("rope_factors"), list):  # JSON has no tuples
+            values = values | {"rope_factors": tuple(values["rope_factors"])}
         return cls(**values)
 
     # Presets.
