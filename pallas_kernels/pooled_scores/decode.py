@@ -13,6 +13,7 @@ earlier: the same logits, read one row higher.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ RING = 6  # key tiles in flight per program
 PROGRAMS = 528  # aim for the number of logit programs: four per SM of an H200, so that uneven rows even out
 
 
-def operand_transforms(head_dim: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+def operand_transforms(head_dim: int) -> tuple[Any, Any]:
     """How wgmma wants a [rows, head_dim] operand of 2-byte numbers to lie in shared memory."""
     swizzle = 128 if head_dim % 64 == 0 else 64
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)

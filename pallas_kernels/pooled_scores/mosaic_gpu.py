@@ -9,10 +9,11 @@ from nosa_jax.pallas_kernels.pooled_scores.prefill import COLUMNS, prefill_score
 
 DECODE_QUERIES = 4  # queries per sequence up to which the keys are read once per query, by many programs
 HEAD_DIMS = (64, 96, 128, 192, 256)
+ROWS = 8  # blocks: TMA reads tiles of eight rows
 MAX_PHASES = 16  # windows per block; each is unrolled
 
 
-def unsupported(q: jax.Array, pooled_k: jax.Array, *, block_size: int, stride: int) -> str | None:
+def unsupported(q: jax.Array, pooled_k: jax.Array, *, n_blocks: int, block_size: int, stride: int) -> str | None:
     """Why the kernels do not take these arguments, or None if they do."""
     n_kv, n_windows = pooled_k.shape[1:3]
     n_heads, head_dim = q.shape[2:]
@@ -24,8 +25,8 @@ def unsupported(q: jax.Array, pooled_k: jax.Array, *, block_size: int, stride: i
         return f"{n_heads // n_kv} query heads per KV head exceed its limit of {COLUMNS}"
     if block_size // stride > MAX_PHASES:
         return f"{block_size // stride} windows per block ({block_size=}, {stride=}) exceed its limit of {MAX_PHASES}"
-    if n_windows == 0 or q.size == 0:
-        return f"queries of shape {q.shape} and {n_windows} windows leave nothing to compute"
+    if not (q.size and n_windows and n_blocks):
+        return f"queries of shape {q.shape}, {n_windows} windows and {n_blocks} blocks leave nothing to compute"
     return None
 
 
@@ -42,13 +43,13 @@ def pooled_scores(
 ) -> jax.Array:
     """Block scores [B, T, K, M] in float32; as the reference.
 
-    The number of windows should be a multiple of block_size / stride; otherwise the pooled keys are copied to pad them.
+    The windows should fill a multiple of eight blocks; otherwise the pooled keys are copied to pad them.
     """
     batch, n_kv, n_windows, head_dim = pooled_k.shape
     phases = block_size // stride
     keys = pooled_k.astype(q.dtype)
-    if n_windows % phases:
-        keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -n_windows % phases), (0, 0)))
+    if n_windows % (ROWS * phases):
+        keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -n_windows % (ROWS * phases)), (0, 0)))
     run = decode_scores if q.shape[1] <= DECODE_QUERIES else prefill_scores
     return run(
         q,

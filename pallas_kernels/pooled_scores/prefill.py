@@ -59,7 +59,7 @@ def _rem(a: jax.Array, b: int) -> jax.Array:
 
 
 def _scores_kernel(q_ref, k_ref, limits_ref, most_ref, least_ref, out_ref, q_smem, k_smem, best_smem, last_smem,
-                   limits_smem, flags_smem, q_barriers, k_barriers, consumed, decided, *, tuning: Tuning,
+                   limits_smem, flags_smem, q_barriers, k_barriers, consumed, decided, turns, *, tuning: Tuning,
                    tokens: int, heads: int, group: int, n_kv: int, phases: int, length: int, n_blocks: int,
                    scale: float):  # fmt: skip
     """Block scores of `consumers * tokens` queries of one KV head.
@@ -162,17 +162,26 @@ def _scores_kernel(q_ref, k_ref, limits_ref, most_ref, least_ref, out_ref, q_sme
 
             return lax.fori_loop(_div(begin, together), _div(end, together), some, carry)
 
+        def in_turn(reduce: Callable[[], jax.Array]) -> jax.Array:
+            """Reductions across warps go through one scratch buffer of the program: one warpgroup after another."""
+            pl.when(worker > 0)(lambda: plgpu.barrier_wait(turns.at[worker]))
+            result = reduce()
+            plgpu.barrier_arrive(turns.at[_rem(worker + 1, tuning.consumers)])
+            pl.when(worker == 0)(lambda: plgpu.barrier_wait(turns.at[0]))
+            return result
+
         # First pass. Weights are relative to the largest of the first logits, so that each costs one exponential.
         # Should a later logit exceed that one by more than float32's range, the sum becomes infinite and the pass is
         # repeated with a running maximum.
-        top = products(jnp.int32(0), 1, None, lambda _, i, product: hide(product * factor, jnp.int32(0)).max(axis=0))
-        top = jnp.maximum(top, LOWEST)
+        first = products(jnp.int32(0), 1, None, lambda _, i, product: hide(product * factor, jnp.int32(0)))
+        top = jnp.maximum(in_turn(lambda: first.max(axis=0)), LOWEST)
 
         def add(total: jax.Array, logits: jax.Array) -> jax.Array:
             return total + jnp.exp2(logits - _over_rows(top, shape))
 
         total = sweep(jnp.int32(1), jnp.int32(0), whole * phases, _splat(0.0, shape), add, masked=False)
-        total = sweep(jnp.int32(1), whole * phases, steps, total, add, masked=True).sum(axis=0)
+        parts = sweep(jnp.int32(1), whole * phases, steps, total, add, masked=True)
+        total = in_turn(lambda: parts.sum(axis=0))
         flags_smem[worker] = jnp.where(total.max() < jnp.inf, 0, 1).astype(jnp.int32)
         plgpu.commit_smem()
         plgpu.barrier_arrive(decided)
@@ -187,8 +196,8 @@ def _scores_kernel(q_ref, k_ref, limits_ref, most_ref, least_ref, out_ref, q_sme
 
             start = (_splat(LOWEST, shape), _splat(0.0, shape))
             tops, totals = sweep(1 + steps, jnp.int32(0), steps, start, raise_and_add, masked=True)
-            top = tops.max(axis=0)
-            return top + jnp.log2((totals * jnp.exp2(tops - _over_rows(top, shape))).sum(axis=0))
+            top = in_turn(lambda: tops.max(axis=0))
+            return top + jnp.log2(in_turn(lambda: (totals * jnp.exp2(tops - _over_rows(top, shape))).sum(axis=0)))
 
         normaliser = lax.cond(again > 0, with_running_maximum, lambda: top + jnp.log2(total))
         if group != heads:  # heads that only pad the group weigh nothing
@@ -306,6 +315,7 @@ def prefill_scores(
             plgpu.Barrier(num_barriers=depth),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=depth),
             plgpu.Barrier(num_arrivals=consumers),
+            plgpu.Barrier(num_barriers=consumers),
         ),
         grid=(programs, n_kv, batch),
         grid_names=("tokens", "kv", "batch"),

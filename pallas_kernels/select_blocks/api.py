@@ -5,7 +5,7 @@ from functools import partial
 from jaxtyping import Array, Float, Int
 
 from nosa_jax.pallas_kernels import dispatch
-from nosa_jax.pallas_kernels.select_blocks import reference
+from nosa_jax.pallas_kernels.select_blocks import mosaic_gpu, reference
 from nosa_jax.pallas_kernels.select_blocks.reference import NO_BLOCK
 
 __all__ = ["NO_BLOCK", "select_blocks"]
@@ -35,12 +35,22 @@ def select_blocks(
       score_e: query-agnostic scores (pooled cis), one row for all queries or one per query.
       positions: absolute position of each query, in tokens.
       block_size: tokens per block. sink, local, query, evict: blocks; local counts the current block.
-      implementation: "reference" and "xla" are the same code here.
+      implementation: "reference" and "xla" are the same code here; "mosaic_gpu" gives the same ids in one pass over the
+        scores (Hopper GPUs, up to 16,384 blocks).
 
     Returns: ascending ids without duplicates, padded at the end with NO_BLOCK; C = sink + local + query + evict.
 
     Raises:
-      NotImplementedError: the named implementation does not exist for this operation.
+      NotImplementedError: the named implementation does not exist for this operation, or not for these arguments.
     """
-    select = partial(reference.select_blocks, block_size=block_size, sink=sink, local=local, query=query, evict=evict)
-    return dispatch.run("select_blocks", implementation, (score_q, score_e, positions), reference=select, xla=select)
+    rules = dict(block_size=block_size, sink=sink, local=local, query=query, evict=evict)
+    select = partial(reference.select_blocks, **rules)
+    return dispatch.run(
+        "select_blocks",
+        implementation,
+        (score_q, score_e, positions),
+        reference=select,
+        xla=select,
+        mosaic_gpu=partial(mosaic_gpu.select_blocks, **rules),
+        unsupported=mosaic_gpu.unsupported(score_q, score_e, slots=sink + local + query + evict),
+    )

@@ -25,6 +25,7 @@ from nosa_jax.pallas_kernels.select_blocks.reference import NO_BLOCK
 SLOTS = 64  # slots of the result per product: the rows of one wgmma
 DEPTH = 16  # the depth of one wgmma, of which the length of a chunk is a multiple
 COPY = 16  # chunks per copy
+ROWS = 8  # TMA reads tiles of eight rows
 WIDE = 8192  # rows of more blocks come as 128 chunks and share one buffer for both kinds of score
 MAX_BLOCKS = 16_384
 NOT_A_CANDIDATE = -(2**31)
@@ -32,8 +33,10 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def unsupported(score_q: jax.Array, score_e: jax.Array) -> str | None:
-    """Why the kernel does not take these scores, or None if it does."""
+def unsupported(score_q: jax.Array, score_e: jax.Array, *, slots: int) -> str | None:
+    """Why the kernel does not take these scores for a selection of `slots` blocks, or None if it does."""
+    if not (score_q.size and slots):
+        return f"scores of shape {score_q.shape} and a budget of {slots} leave nothing to select"
     if score_q.shape[-1] > MAX_BLOCKS:
         return f"{score_q.shape[-1]} blocks exceed its limit of {MAX_BLOCKS}"
     for name, scores in (("score_q", score_q), ("score_e", score_e)):
@@ -202,7 +205,7 @@ def _select_kernel(score_q_ref, score_e_ref, positions_ref, ids_ref, scores_smem
     write_ids(chosen, write, ids_ref.shape[1], mask_smem, prefix_smem, triangle_smem, pick_smem, counts_smem)
 
 
-def _operand(rows: int, columns: int) -> plgpu.SMEM:
+def _operand(rows: int, columns: int) -> Any:
     swizzle = next(s for s in (128, 64, 32) if columns % (s // 2) == 0)
     transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM((rows, columns), jnp.bfloat16, transforms=transforms)
@@ -227,9 +230,10 @@ def select_blocks(
     rounded = pl.cdiv(length, SLOTS) * SLOTS
 
     def chunked(scores: jax.Array) -> jax.Array:
-        if n_blocks % length:
-            scores = jnp.pad(scores, ((0, 0),) * 3 + ((0, -n_blocks % length),))
-        return scores.reshape(-1, pl.cdiv(n_blocks, length), length)
+        missing = -n_blocks % (ROWS * length)
+        if missing:
+            scores = jnp.pad(scores, ((0, 0),) * 3 + ((0, missing),))
+        return scores.reshape(-1, (n_blocks + missing) // length, length)
 
     total = sink + local + query + evict
     slots = pl.cdiv(total, SLOTS) * SLOTS
