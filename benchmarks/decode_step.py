@@ -5,12 +5,14 @@
 Layers of the 8B shape with random weights over a cache of random contents. Three steps are timed side by side: the
 whole cache in slots without the handlers; with the handlers, every block in a slot, so that nothing moves; and with
 2C slots, where random queries want blocks that are not there. Beside each: the bytes it reads over the memory
-bandwidth given, and the bytes it fetches over the link's.
+bandwidth given, and the bytes it fetches over the link's; and on a GPU, the time in which a profile shows kernels.
 """
 
+import gzip
 import json
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +82,27 @@ def filled_state(layout: CacheLayout, pool: HostPool | None, length: int) -> Dec
     )
 
 
+def busy_seconds(model: FrozenModel, state: DecodeState, tokens: jax.Array) -> tuple[float, DecodeState]:
+    """Seconds of a step in which the device runs something, the sum over its kernels and copies; 0 on a CPU."""
+    steps = 8
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                _, state = decode_step(model, state, tokens)
+            jax.block_until_ready(state.logits)
+        (path,) = Path(folder).glob("plugins/profile/*/*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("ph") == "M" and "name" in e["args"]}
+    of_device = [
+        e["dur"]
+        for e in events
+        if e.get("ph") == "X"
+        and "GPU" in names.get((e["pid"], None), "")
+        and "Stream" in names.get((e["pid"], e["tid"]), "")
+    ]
+    return sum(of_device) / steps / 1e6, state
+
+
 def time_steps(model: FrozenModel, layout: CacheLayout, options: Options) -> dict[str, Any]:
     """Seconds of a step, within one dispatch of many and dispatched and awaited alone, and what the steps fetched."""
     pool = None
@@ -107,6 +130,7 @@ def time_steps(model: FrozenModel, layout: CacheLayout, options: Options) -> dic
         _, state = decode_step(model, state, tokens)
         jax.block_until_ready(state.logits)
         single.append(time.perf_counter() - start)
+    busy, state = busy_seconds(model, state, tokens)
     if pool is not None:
         pool.check()
         pool.close()
@@ -118,6 +142,7 @@ def time_steps(model: FrozenModel, layout: CacheLayout, options: Options) -> dic
     return {
         "step_seconds": min(in_loop),
         "single_step_seconds": statistics.median(single),
+        "busy_seconds": busy,
         "fetched_bytes_per_step": fetched,
         "misses_per_layer_row_head": misses / (config.num_layers * layout.max_batch * config.num_kv_heads),
         "floor_memory_seconds": read / options.memory_gb_per_s / 1e9,
@@ -141,13 +166,19 @@ def main() -> int:
     for name, layout in layouts.items():
         results[name] = time_steps(model, layout, options)
         print(name, {key: float(f"{value:.4g}") for key, value in results[name].items()}, flush=True)
-    extra = results["handlers, nothing moves"]["step_seconds"] - results["no handlers"]["step_seconds"]
-    print(f"handlers that move nothing cost {extra / options.layers * 1e6:.2f} us a layer")
+    extra = {
+        kind: (results["handlers, nothing moves"][kind] - results["no handlers"][kind]) / options.layers
+        for kind in ("step_seconds", "busy_seconds")
+    }
+    print(
+        f"handlers that move nothing cost {extra['busy_seconds'] * 1e6:.2f} us a layer of the device's time, "
+        f"{extra['step_seconds'] * 1e6:.2f} us of a step's"
+    )
     report = {
         "environment": environment(),
         "shape": f"8B width, {options.layers} layers, {options.batch} rows, {options.context} tokens, random weights",
         "steps": results,
-        "handlers_seconds_per_layer": extra / options.layers,
+        "handlers_seconds_per_layer": {"step": extra["step_seconds"], "busy": extra["busy_seconds"]},
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "decode_step.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -176,9 +176,9 @@ void Swaps(const Pool& pool, cudaStream_t stream, const Case& c, const std::vect
   const TransferArgs swap{pool.faults, handle.get(), cache.get(), want_first.get(), want_first.get(), count.get(),
                           table.get(), {c.rows, c.heads, c.n, blocks, c.n, c.page_bytes, 0, 1}, Caller::kSwapIn};
   const auto fetch = [&](int call, int ctas) {
-    const FetchArgs args{swap, (call % 2 == 0 ? want_first : want_second).get(), step.get(), fresh.get(),
-                         slot_ids.get(), held.get(), ages.get(), counts.get(), counts.get() + lists,
-                         counts.get() + 2 * lists};
+    const FetchArgs args{swap, {(call % 2 == 0 ? want_first : want_second).get(), step.get(), fresh.get(), table.get(),
+                                slot_ids.get(), held.get(), ages.get(), counts.get(), counts.get() + lists,
+                                counts.get() + 2 * lists}};
     Require(LaunchFetch(args, ctas, stream), "fetch_blocks");
   };
   const auto transfer = [&](int ctas) { TransferKernel<false, uint4><<<ctas, kTransferThreads, 0, stream>>>(swap); };
@@ -239,16 +239,20 @@ void Still(const Pool& pool, cudaStream_t stream, int64_t rows, int64_t slots, i
       zeros(std::vector<int32_t>(lists, 0));
   const TransferArgs swap{pool.faults, handle.get(), nullptr, want.get(), want.get(), zeros.get(), table.get(),
                           {rows, kHeads, slots, kBlocks, kWanted, kPageBytes, 0, kLayers}, Caller::kFetchBlocks};
-  const FetchArgs fetch{swap, want.get(), step.get(), fresh.get(), slot_ids.get(), held.get(), ages.get(),
-                        counts.get(), counts.get() + lists, counts.get() + 2 * lists};
+  const FetchArgs fetch{swap, {want.get(), step.get(), fresh.get(), table.get(), slot_ids.get(), held.get(), ages.get(),
+                               counts.get(), counts.get() + lists, counts.get() + 2 * lists}};
   StoreArgs store{swap, fresh.get(), reinterpret_cast<const bool*>(zeros.get()), 0, kLayers, {}, {}};
   store.transfer.caller = Caller::kStoreBlocks;
   std::vector<Graph> graphs;
-  graphs.emplace_back("empty_kernel", kCalls, stream, [&](int) { Nothing<<<kCtas, kTransferThreads, 0, stream>>>(fetch); });
+  graphs.emplace_back("empty_kernel", kCalls, stream, [&](int) {
+    Nothing<<<kCtas, kTransferThreads, 0, stream>>>(fetch);
+  });
   graphs.emplace_back("swap_in", kCalls, stream, [&](int) {
     TransferKernel<false, uint4><<<kCtas, kTransferThreads, 0, stream>>>(swap);
   });
-  graphs.emplace_back("fetch_blocks", kCalls, stream, [&](int) { Require(LaunchFetch(fetch, kCtas, stream), "fetch"); });
+  graphs.emplace_back("fetch_blocks", kCalls, stream, [&](int) {
+    Require(LaunchFetch(fetch, kCtas, stream), "fetch_blocks");
+  });
   graphs.emplace_back("store_blocks", kCalls, stream, [&](int) {
     StoreKernel<uint4><<<kCtas, kTransferThreads, 0, stream>>>(store);
   });

@@ -28,7 +28,8 @@ template <typename Unit>
 __global__ void __launch_bounds__(kTransferThreads) StoreKernel(const __grid_constant__ StoreArgs args) {
   constexpr uint32_t kWarps = kTransferThreads / kLanes;
   const TransferSizes& sizes = args.transfer.sizes;
-  const PoolView pool = FetchPool(args.transfer.handle[0]);
+  const int32_t pool_place = args.transfer.handle[0];
+  PoolView pool{};
   const uint32_t lane = threadIdx.x % kLanes;
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kLanes, n_warps = gridDim.x * kWarps;
   const auto page_units = static_cast<uint32_t>(sizes.page_bytes / sizeof(Unit));
@@ -36,7 +37,9 @@ __global__ void __launch_bounds__(kTransferThreads) StoreKernel(const __grid_con
   Turn turn(page_units, warp, n_warps);
 
   for (int64_t first_row = 0; first_row < sizes.rows; first_row += kLanes) {
-    const uint32_t full = __ballot_sync(kWholeWarp, first_row + lane < sizes.rows && args.full[first_row + lane]);
+    const bool is_full = first_row + lane < sizes.rows && args.full[first_row + lane];
+    if (first_row == 0) pool = FetchPool(pool_place);  // waits for the handle, while `full` is on its way
+    const uint32_t full = __ballot_sync(kWholeWarp, is_full);
     if (first_row == 0 && !__all_sync(kWholeWarp, CheckPool(args.transfer, pool))) return;
     const uint32_t n_entries = __popc(full) * per_row;
     if (warp == 0 && lane == 0) {

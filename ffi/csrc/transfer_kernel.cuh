@@ -1,4 +1,5 @@
-// The kernel of swap_in and write_pages, and what those of fetch_blocks and store_blocks share with it: gathers or scatters pinned host pages through unified addressing.
+// The kernel of swap_in and write_pages, and what those of fetch_blocks and store_blocks share with it: gathers or
+// scatters pinned host pages through unified addressing.
 //
 // The bytes to move are cut into runs, the kInFlight loads of every lane of a warp, which lie side by side in a page:
 // 4 KiB with 16-byte loads. The warps of all CTAs take the runs in turn. Every warp finds its own runs (counts -> entry
@@ -175,6 +176,11 @@ struct Tile {
   }
 };
 
+// A barrier of `n_threads` threads of a CTA, whole warps; `number` is 1 to 15, one for each group at a time.
+inline __device__ void SyncThreads(int32_t number, int32_t n_threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "r"(n_threads) : "memory");
+}
+
 // The runs that fall to one warp, in turn with the others: which entry, counted from a tile's first, and which part of
 // its page.
 struct Turn {
@@ -202,7 +208,8 @@ template <bool writes, typename Unit>
 __global__ void __launch_bounds__(kTransferThreads) TransferKernel(const __grid_constant__ TransferArgs args) {
   constexpr uint32_t kWarps = kTransferThreads / kLanes;
   const TransferSizes& sizes = args.sizes;
-  const PoolView pool = FetchPool(args.handle[0]);  // arrives while the lists are read
+  const int32_t pool_place = args.handle[0];
+  PoolView pool{};
   const uint32_t lane = threadIdx.x % kLanes;
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kLanes, n_warps = gridDim.x * kWarps;
   const int64_t n_lists = sizes.rows * sizes.heads;
@@ -217,8 +224,12 @@ __global__ void __launch_bounds__(kTransferThreads) TransferKernel(const __grid_
     for (int i = 0; i < kListsPerLane; ++i) {
       const int64_t h = first_list + lane * kListsPerLane + i;
       counts[i] = h < n_lists ? args.count[h] : 0;
+    }
+    if (first_list == 0) pool = FetchPool(pool_place);  // waits for the handle, while the counts are on their way
+#pragma unroll
+    for (int i = 0; i < kListsPerLane; ++i) {
       if (counts[i] < 0 || counts[i] > sizes.entries) {
-        wrong_list = h;
+        wrong_list = first_list + lane * kListsPerLane + i;
         wrong_count = counts[i];
         counts[i] = 0;
       }

@@ -109,10 +109,11 @@ ffi::Error FetchBlocks(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer 
                         load_block->typed_data(), load_slot->typed_data(), misses->typed_data(),
                         page_table.typed_data(), sizes, caller};
   if (FitsFetchKernel(sizes) && HasClusters()) {
-    LaunchFetch({transfer, wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
-                 new_slot_block->typed_data(), new_last_used->typed_data(), hits->typed_data(), misses->typed_data(),
-                 tail_slot->typed_data()},
-                n_ctas, stream);
+    const SlotTables tables{wanted.typed_data(),         step.typed_data(),          fresh_from.typed_data(),
+                            page_table.typed_data(),     slot_ids->typed_data(),     new_slot_block->typed_data(),
+                            new_last_used->typed_data(), hits->typed_data(),         misses->typed_data(),
+                            tail_slot->typed_data()};
+    LaunchFetch({transfer, tables}, n_ctas, stream);
     return LastError(caller);
   }
   error = LaunchAssign(NameOf(caller),
@@ -207,9 +208,7 @@ void LoadTransferKernels() {
   cudaFuncGetAttributes(&unused, StoreKernel<uint4>);
   cudaFuncGetAttributes(&unused, StoreKernel<unsigned int>);
   cudaFuncGetAttributes(&unused, StoreKernel<unsigned char>);
-  cudaFuncGetAttributes(&unused, FetchKernel<4>);
-  cudaFuncGetAttributes(&unused, FetchKernel<8>);
-  cudaFuncGetAttributes(&unused, FetchKernel<kMaxSlotsPerLane>);
+  cudaFuncGetAttributes(&unused, FetchKernel);
 }
 
 XLA_FFI_Handler* const kSwapInCuda = kSwapIn;
