@@ -195,7 +195,7 @@ def test_a_long_run_at_full_size_follows_the_rule(compare, extra):
     [(130, 200, 300), (300, 700, 900), (300, 1100, 1300), (3, 5, 70_000)],
 )
 def test_large_tables_follow_the_rule(compare, n_wanted, n_slots, n_blocks):
-    """Sizes for which the GPU takes other ways: several slots a thread, more than it sorts one by one, a map that does not fit."""
+    """Sizes for which the GPU takes other ways: more slots than threads, too many to take singly, too large a map."""
     rng = np.random.default_rng(n_slots)
     slot_block = np.full((1, 2, n_slots), -1, np.int32)
     wanted = np.empty((1, 2, n_wanted), np.int32)
