@@ -35,7 +35,7 @@ class Driver:
             self._pending = True
             self._work.notify_all()
 
-    def wait(self, handle: RequestHandle, ready: Callable[[], bool], deadline: float | None) -> None:
+    def wait(self, handle: RequestHandle, ready: Callable[[], bool], deadline: int | float | None) -> None:
         """Return when `ready()` is true, which only rounds of the scheduler bring about.
 
         Raises:
@@ -54,7 +54,7 @@ class Driver:
             else:
                 self.turn(lambda: not ready() and not self.serving, remaining)
 
-    def turn(self, wanted: Callable[[], bool], timeout: float | None = None) -> bool:
+    def turn(self, wanted: Callable[[], bool], timeout: int | float | None = None) -> bool:
         """One round, if it is still wanted when no other thread is in one; False where nothing is left to do.
 
         Raises:

@@ -8,22 +8,20 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from nosa_jax.config import AttentionKind
 from nosa_jax.errors import InputError
 from nosa_jax.infer.driving import Driver
 from nosa_jax.infer.frozen import FrozenModel, freeze
 from nosa_jax.infer.handle import RequestHandle
-from nosa_jax.infer.jobs import Job
+from nosa_jax.infer.jobs import Job, make_job
 from nosa_jax.infer.metrics import EngineMetrics, Recorder
 from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, MemoryPlan, make_plan
 from nosa_jax.infer.prefill import prefill_row
+from nosa_jax.infer.progress import token_bar
 from nosa_jax.infer.requests import GenerationResult, Prompt, Request, check_prompts, make_requests
 from nosa_jax.infer.row_memory import RowMemory
 from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.infer.scheduler import Scheduler
-from nosa_jax.infer.text_stream import StoppingStream
 from nosa_jax.infer.warm_up import warm_up_prompts
 from nosa_jax.model import NosaLM
 from nosa_jax.offload.pages import PageAllocator
@@ -124,7 +122,7 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        timeout: float | None = None,
+        timeout: int | float | None = None,
         on_token: Callable[[int], None] | None = None,
         record_steps: bool = False,
         stream: int = 0,
@@ -151,15 +149,12 @@ class Engine:
         self._check_open()
         (tokens,) = check_prompts([prompt], self.tokenizer, self.layout.config.vocab_size)
         (request,) = make_requests([tokens], params or SamplingParams(), self.layout)
-        self._check_request(request)
+        self._memory.require_room([request])
         if timeout is not None and not timeout > 0:
             raise InputError(f"timeout={timeout} must be a positive number of seconds")
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._submitting:
-            self._revoke()
-            return self._enqueue(
-                request, stream, self.max_queue, deadline=deadline, on_token=on_token, record_steps=record_steps
-            )
+        job = self._job(request, stream, deadline=deadline, on_token=on_token, record_steps=record_steps)
+        return self._enqueue([job], self.max_queue)[0]
 
     @contextmanager
     def serving(self) -> Iterator[Self]:
@@ -185,7 +180,7 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Counters, times and queue lengths; from any thread, without waiting for the device."""
-        return self._scheduler.recorder.metrics(**self._scheduler.counts())
+        return self._scheduler.delivery.recorder.metrics(**self._scheduler.counts())
 
     def warm_up(self, *, sampling: bool = True) -> float:
         """Compile everything that requests within the plan can need, by running some; resets the metrics.
@@ -204,7 +199,7 @@ class Engine:
         prompts, params = warm_up_prompts(self.plan, sampling=sampling)
         for one, its in zip(prompts, params, strict=True):
             self.generate([one], its)
-        self._scheduler.recorder = Recorder(self.layout.page_bytes)
+        self._scheduler.delivery.recorder = Recorder(self.layout.page_bytes)
         return time.perf_counter() - start
 
     # All at once.
@@ -238,41 +233,32 @@ class Engine:
         tokens = check_prompts(prompts, self.tokenizer, self.layout.config.vocab_size)
         requests = make_requests(tokens, SamplingParams() if params is None else params, self.layout)
         for request in requests:
-            self._check_request(request)
-        bar = Progress(
-            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
-            disable=not progress,
-        )  # fmt: skip
-        task = bar.add_task("tokens", total=sum(r.params.max_new_tokens for r in requests))
-
-        def tell(index: int, token: int) -> None:
-            if on_token is not None:
-                on_token(index, token)
-            if progress:
-                bar.advance(task)
-
+            self._memory.require_room([request])
         failures: list[BaseException] = []
-        with self._submitting:
-            self._revoke()
-            handles = [
-                self._enqueue(
-                    request, request.index, None, on_failure=failures.append, record_steps=record_steps,
-                    on_token=partial(tell, request.index) if progress or on_token is not None else None,
-                )
-                for request in requests
+        with token_bar(sum(r.params.max_new_tokens for r in requests), shown=progress) as tick:
+
+            def tell(index: int, token: int) -> None:
+                if on_token is not None:
+                    on_token(index, token)
+                tick()
+
+            jobs = [
+                self._job(r, r.index, record_steps=record_steps, on_token=partial(tell, r.index),
+                          on_failure=failures.append)
+                for r in requests
             ]  # fmt: skip
-        try:
-            with bar:
+            handles = self._enqueue(jobs)
+            try:
                 for handle in handles:
-                    self._driver.wait(handle, lambda handle=handle: handle.done or bool(failures), None)
+                    self._driver.wait(handle, lambda handle=handle: handle.done or bool(failures), None)  # type: ignore
                 if failures:
                     raise failures[0]
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            for handle in handles:
-                self._driver.wait(handle, lambda handle=handle: handle.done, None)
-            raise
+            except BaseException:
+                for handle in handles:
+                    handle.cancel()
+                for handle in handles:
+                    self._driver.wait(handle, lambda handle=handle: handle.done, None)  # type: ignore
+                raise
         return [handle.result() for handle in handles]
 
     # By hand.
@@ -338,25 +324,20 @@ class Engine:
         """Which pages are reserved."""
         return self._memory.allocator
 
-    def _enqueue(self, request: Request, stream: int, max_queue: int | None, **options: Any) -> RequestHandle:
-        holder: list[Job] = []
-
-        def cancel(handle: RequestHandle) -> None:
-            self._scheduler.withdraw(holder[0])
+    def _job(self, request: Request, stream: int, **options: Any) -> Job:
+        def cancel(job: Job) -> None:
+            self._scheduler.withdraw(job)
             self._driver.notify()
 
-        job = Job(
-            request=request,
-            handle=RequestHandle(len(request.tokens), self._driver.wait, cancel),
-            stream=stream,
-            submitted=time.perf_counter(),
-            text=StoppingStream(self.tokenizer, request.params.stop) if request.params.stop else None,
-            **options,
-        )
-        holder.append(job)
-        self._scheduler.enqueue(job, max_queue)
+        return make_job(request, stream, self.tokenizer, wait=self._driver.wait, cancel=cancel, **options)
+
+    def _enqueue(self, jobs: list[Job], max_queue: int | None = None) -> list[RequestHandle]:
+        with self._submitting:
+            self._revoke()
+            for job in jobs:
+                self._scheduler.enqueue(job, max_queue)
         self._driver.notify()
-        return job.handle
+        return [job.handle for job in jobs]
 
     def _check_open(self) -> None:
         if self.closed:
@@ -367,11 +348,6 @@ class Engine:
             raise RuntimeError(
                 f"{what} needs all rows, and requests wait or run; wait for their results or cancel them first"
             )
-
-    def _check_request(self, request: Request) -> None:
-        self._memory.require_room([request])
-        if request.params.stop and self.tokenizer is None:
-            raise InputError("stop strings are text, but the engine has no tokenizer; pass tokenizer= or use eos_ids")
 
     def _revoke(self) -> None:
         """Make a state that a caller holds fail from now on, instead of reading pages that belong to others."""

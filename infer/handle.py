@@ -28,7 +28,7 @@ class RequestHandle:
     def __init__(
         self,
         prompt_length: int,
-        wait: Callable[["RequestHandle", Callable[[], bool], float | None], None],
+        wait: Callable[["RequestHandle", Callable[[], bool], int | float | None], None],
         cancel: Callable[["RequestHandle"], None],
     ) -> None:
         self.prompt_length = prompt_length
@@ -67,7 +67,7 @@ class RequestHandle:
         self._ask_to_cancel(self)
         return True
 
-    def result(self, timeout: float | None = None) -> GenerationResult:
+    def result(self, timeout: int | float | None = None) -> GenerationResult:
         """Wait for the end.
 
         Args:
@@ -103,7 +103,7 @@ class RequestHandle:
         if self._error is not None:
             raise self._error
 
-    def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
+    def _wait(self, ready: Callable[[], bool], timeout: int | float | None) -> None:
         self._wait_for(self, ready, None if timeout is None else time.monotonic() + timeout)
 
     # For the scheduler.

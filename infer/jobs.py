@@ -1,10 +1,12 @@
 """A request on its way through the scheduler."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from nosa_jax.errors import InputError
 from nosa_jax.infer.handle import RequestHandle
 from nosa_jax.infer.requests import GenerationResult, Request
 from nosa_jax.infer.row_steps import unpack_locality
@@ -32,7 +34,7 @@ class Job(Waiter):
     handle: RequestHandle = field(kw_only=True)
     stream: int = field(kw_only=True)
     submitted: float = field(kw_only=True)
-    deadline: float | None = None
+    deadline: int | float | None = None
     on_token: Callable[[int], None] | None = None
     on_failure: Callable[[BaseException], None] | None = None
     record_steps: bool = False
@@ -90,3 +92,42 @@ class Job(Waiter):
         none = np.zeros((0, layout.config.num_layers, layout.config.num_kv_heads), np.int32)
         columns = zip(*self.counts, strict=True) if self.counts else [()] * len(StepCounts._fields)
         return StepCounts(*(np.stack(column) if column else none for column in columns))
+
+
+def make_job(
+    request: Request,
+    stream: int,
+    tokenizer: Tokenizer | None,
+    *,
+    wait: Callable[[RequestHandle, Callable[[], bool], int | float | None], None],
+    cancel: Callable[["Job"], None],
+    deadline: int | float | None = None,
+    on_token: Callable[[int], None] | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
+    record_steps: bool = False,
+) -> Job:
+    """A job that was submitted now, and its handle.
+
+    Args:
+      wait, cancel: what the handle does to wait and to be cancelled.
+
+    Raises:
+      InputError: stop strings without a tokenizer.
+    """
+    text = None
+    if request.params.stop:
+        if tokenizer is None:
+            raise InputError("stop strings are text, but the engine has no tokenizer; pass tokenizer= or use eos_ids")
+        text = StoppingStream(tokenizer, request.params.stop)
+    job = Job(
+        request=request,
+        handle=RequestHandle(len(request.tokens), wait, lambda _: cancel(job)),
+        stream=stream,
+        submitted=time.perf_counter(),
+        deadline=deadline,
+        on_token=on_token,
+        on_failure=on_failure,
+        record_steps=record_steps,
+        text=text,
+    )
+    return job

@@ -57,8 +57,8 @@ def _start_row(tables: _RowTables, row: Any, table: Any, capacity: Any, active: 
         page_table=tables.page_table.at[row].set(table),
         capacity=tables.capacity.at[row].set(capacity),
         active=tables.active.at[row].set(active),
-        total=StepCounts(*(x.at[:, row].set(0) for x in tables.total)),
-        last=StepCounts(*(x.at[:, row].set(0) for x in tables.last)),
+        total=StepCounts(*(jnp.asarray(x).at[:, row].set(0) for x in tables.total)),
+        last=StepCounts(*(jnp.asarray(x).at[:, row].set(0) for x in tables.last)),
         min_locality=tables.min_locality.at[:, row].set(jnp.inf),
     )
 

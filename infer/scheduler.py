@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nosa_jax.infer.delivery import Delivery
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.handle import RequestStatus
 from nosa_jax.infer.jobs import Job
-from nosa_jax.infer.metrics import Recorder
 from nosa_jax.infer.prefill import padded_length, prefill_row
 from nosa_jax.infer.row_memory import RowMemory
-from nosa_jax.infer.row_steps import deactivate, first_token, step_function, unpack_token
+from nosa_jax.infer.row_steps import deactivate, first_token, step_function
 from nosa_jax.infer.sampling import empty_sampling, set_row
 from nosa_jax.infer.waiting import QueueFullError, WaitingQueue
 from nosa_jax.offload.state import DecodeState, StepCounts
@@ -56,9 +56,9 @@ class Scheduler:
         prefill_chunk: int,
         max_overtaken: int,
     ) -> None:
-        self.model, self.memory, self.tokenizer = model, memory, tokenizer
+        self.model, self.memory = model, memory
         self.layout, self.prefill_chunk = memory.layout, prefill_chunk
-        self.recorder = Recorder(self.layout.page_bytes)
+        self.delivery = Delivery(self.layout, tokenizer)
         self.queue: WaitingQueue[Job] = WaitingQueue(max_overtaken)
         self.state: DecodeState | None = None
         self._leaves, structure = jax.tree.flatten(model)
@@ -67,7 +67,6 @@ class Scheduler:
         self._withdrawn: deque[Job] = deque()
         self._deadlines: list[tuple[float, int, Job]] = []
         self._order = itertools.count()
-        self._interruption: BaseException | None = None
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -111,12 +110,12 @@ class Scheduler:
                     f"{len(self.queue)} requests wait and max_queue={max_queue}; submit again when some have a row, or "
                     "let more wait"
                 )
-            self.recorder.submitted += 1
+            self.delivery.recorder.submitted += 1
             if not job.limit:
-                self._conclude(job, "length")
+                self.delivery.conclude(job, "length")
                 return
             self.queue.push(job)
-            self.recorder.longest_queue = max(self.recorder.longest_queue, len(self.queue))
+            self.delivery.recorder.longest_queue = max(self.delivery.recorder.longest_queue, len(self.queue))
             if job.deadline is not None:
                 heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
 
@@ -124,14 +123,9 @@ class Scheduler:
         """Cancel: at once where it waits, else in the next round."""
         with self._lock:
             if self.queue.remove(job):
-                self._conclude(job, "cancelled")
+                self.delivery.conclude(job, "cancelled")
             else:
                 self._withdrawn.append(job)
-
-    def next_deadline(self) -> float | None:
-        """When the first request runs out of time, on the clock of `time.monotonic`."""
-        with self._lock:
-            return self._deadlines[0][0] if self._deadlines else None
 
     # One round.
 
@@ -159,8 +153,8 @@ class Scheduler:
             self._begin_again(None)
             raise
         finally:
-            self.recorder.busy_seconds += time.perf_counter() - start
-        interruption, self._interruption = self._interruption, None
+            self.delivery.recorder.busy_seconds += time.perf_counter() - start
+        interruption, self.delivery.interruption = self.delivery.interruption, None
         if interruption is not None:
             raise interruption
         return self.busy
@@ -171,7 +165,7 @@ class Scheduler:
             jobs = {id(job): job for job in [*self._running(), *self.queue]}
             for job in jobs.values():
                 self.queue.remove(job)
-                self._conclude(job, "cancelled") if error is None else self._fail(job, error)
+                self.delivery.conclude(job, "cancelled") if error is None else self.delivery.fail(job, error)
             self._deadlines.clear()
             self._withdrawn.clear()
         if jobs or self.rows or self._in_flight:
@@ -193,7 +187,7 @@ class Scheduler:
         for job, reason in ended:
             if not job.handle.done:
                 self._leave(job, stop=True)
-                self._conclude(job, reason)
+                self.delivery.conclude(job, reason)
 
     def _admit(self) -> None:
         while self._free_rows:
@@ -223,6 +217,7 @@ class Scheduler:
         spent = 0
         while self._reading:
             job = self._reading[0]
+            assert job.row is not None
             piece = job.request.tokens[job.read : job.read + self.prefill_chunk]
             length = padded_length(len(piece), self.layout)
             if spent and spent + length > self.prefill_chunk:
@@ -232,7 +227,7 @@ class Scheduler:
                 self.state = prefill_row(self.model, self._own_state(), job.row, piece, job.read)
             except Exception as error:
                 self._leave(job, stop=False)
-                self._fail(job, error)
+                self.delivery.fail(job, error)
                 if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
                     self._begin_again(None)  # it went down with the state that it was given; no fault of the others
                 continue
@@ -249,7 +244,7 @@ class Scheduler:
             greedy=job.request.params.temperature == 0,
         )  # fmt: skip
         self.state = self.state.replace(active=active)
-        self.recorder.prompt_tokens += len(job.request.tokens)
+        self.delivery.recorder.prompt_tokens += len(job.request.tokens)
         job.handle._advance(RequestStatus.DECODING)
         self._decoding[job.row] = job
         self._sent([(job.row, job)], packed)
@@ -303,7 +298,9 @@ class Scheduler:
             now = time.perf_counter()
             if report.ndim:
                 seconds = now - max(sent.dispatched, self._read_at)
-                self.recorder.step(len(sent.jobs), seconds, report[:, 1:5].sum(axis=0, dtype=np.int64).tolist())
+                self.delivery.recorder.step(
+                    len(sent.jobs), seconds, report[:, 1:5].sum(axis=0, dtype=np.int64).tolist()
+                )
             self._read_at = now
             counts = None if sent.counts is None else StepCounts(*(np.asarray(x) for x in sent.counts))
             for row, job in sent.jobs:
@@ -313,53 +310,9 @@ class Scheduler:
                     job.count(report[row])
                     if counts is not None and job.record_steps:
                         job.counts.append(StepCounts(*(x[:, row] for x in counts)))
-                    self._deliver(job, int(report[row, 0]), now)
-                else:
-                    self._deliver(job, int(report), now)
-
-    def _deliver(self, job: Job, packed: int, now: float) -> None:
-        token, last = unpack_token(packed)
-        job.received += 1
-        if job.received > len(job.handle._tokens):  # else it was begun again, and its owner has this token
-            self.recorder.generated_tokens += 1
-            if job.received == 1:
-                self.recorder.first.add(now - job.submitted)
-            else:
-                self.recorder.later.add(now - job.latest)
-            job.latest = now
-            job.handle._push(token)
-            if job.on_token is not None:
-                try:
-                    job.on_token(token)
-                except BaseException as error:
-                    self._leave(job, stop=not last)
-                    self._fail(job, error)
-                    if not isinstance(error, Exception):
-                        self._interruption = error
-                    return
-        if job.text is not None:
-            job.text.push(token)
-            if last:
-                job.text.flush()
-            if job.text.stopped:
-                self._leave(job, stop=not last)
-                self._conclude(job, "stop")
-                return
-        if last:
-            self._leave(job, stop=False)
-            self._conclude(job, "eos" if token in job.request.params.eos_ids else "length")
-
-    # Ends.
-
-    def _conclude(self, job: Job, reason: str) -> None:
-        self.recorder.end(reason, job.locality)
-        job.handle._finish(job.result(reason, self.layout, self.tokenizer), None)
-
-    def _fail(self, job: Job, error: BaseException) -> None:
-        self.recorder.end("error", job.locality)
-        job.handle._finish(None, error)
-        if job.on_failure is not None:
-            job.on_failure(error)
+                end = self.delivery.token(job, int(report[row, 0] if report.ndim else report), now)
+                if end is not None:
+                    self._leave(job, stop=end == "unknown")
 
     def _running(self) -> list[Job]:
         """Jobs with a row or with tokens on their way, each once, those that began first in front."""
@@ -375,10 +328,10 @@ class Scheduler:
         for job in reversed(jobs):
             job.restart()
             if error is not None and job.replays >= _MAX_REPLAYS:
-                self._fail(job, error)
+                self.delivery.fail(job, error)
                 continue
             job.replays += error is not None
-            self.recorder.replayed += 1
+            self.delivery.recorder.replayed += 1
             job.handle._advance(RequestStatus.QUEUED)
             with self._lock:
                 self.queue.push_front(job)

@@ -107,6 +107,34 @@ def test_nothing_compiles_after_warm_up_whatever_the_length():
         assert len(compiled) == 1, "compilations are not counted"
 
 
+@pytest.mark.parametrize("offload", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_nothing_compiles_after_warm_up(offload):
+    """Promise 4: after `warm_up`, requests of every length that the plan allows compile nothing, however their prompts
+    are cut, whether they are sampled, cancelled, stopped or share steps. The metrics start anew."""
+    model, context, chunk = random_model(ONE_LAYER), 16, 8
+    with Engine(model, max_batch=3, max_context=context, slots=C, offload=offload, prefill_chunk=chunk) as engine:
+        assert engine.warm_up() > 0
+        now = engine.metrics()
+        assert (now.submitted, now.steps, now.generated_tokens, now.busy_seconds) == (0, 0, 0, 0)
+        with count_compilations() as compiled:
+            handles = []
+            for n in range(1, context):
+                params = SamplingParams(max_new_tokens=context - n, temperature=n % 2, eos_ids=(3,) if n % 3 else ())
+                handles.append(engine.submit(random_tokens(n, seed=n), params))
+                engine._driver.turn(lambda: True)
+                if n % 5 == 0:
+                    handles[-1].cancel()
+            engine.run_until_idle()
+            engine.generate([random_tokens(n, seed=n) for n in range(1, context)], SamplingParams(max_new_tokens=1))
+        assert compiled == []
+        assert {h.result().finish_reason for h in handles} <= {"length", "eos", "cancelled"}
+        # The pool may hold less than a row: what cannot be asked for is not compiled, and nothing is refused.
+    if offload:
+        group = model.config.num_kv_heads * engine.layout.page_bytes
+        with Engine(model, max_batch=3, max_context=context, slots=C, host_budget=2 * group) as small:
+            small.warm_up(sampling=False)
+
+
 IMPORTS = """
 import nosa_jax, nosa_jax.ffi, nosa_jax.infer, nosa_jax.offload, nosa_jax.pallas_kernels, nosa_jax.train
 import jax

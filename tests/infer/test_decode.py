@@ -219,7 +219,7 @@ def test_undefined_parts_of_the_cache_never_matter():
                     for layer in state.layers
                 ]  # fmt: skip
                 state = state.replace(layers=tuple(layers))
-            engine._state = state
+            engine._memory.new_state = lambda state=state: state
             lengths = LENGTHS[:5]
             state = engine.prefill(prompts_of(TOKENS[:5], lengths))
             tokens = np.where(np.arange(ROWS)[:, None] < 5, TOKENS[:, 100:140], -(2**31))

@@ -54,6 +54,60 @@ def test_slots_shrink_to_the_device_budget_and_no_further():
         assert part in str(caught.value)
 
 
+def test_rows_default_to_what_the_device_budget_holds():
+    """Byte by byte: the budget for n rows holds n, one byte less holds n - 1; slots stay at 2C."""
+    options = SIZES | dict(max_batch=None)
+    for rows in (1, 2, 7, 64):
+        needed = make_plan(SMALL, **(SIZES | dict(max_batch=rows))).device_bytes
+        plan = make_plan(SMALL, **options, device_budget=needed)
+        assert (plan.layout.max_batch, plan.layout.n_slots, plan.device_bytes) == (rows, 2 * C, needed)
+        assert plan.page_groups == rows * plan.layout.n_blocks
+        fewer = make_plan(SMALL, **options, device_budget=needed - 1)
+        assert fewer.layout.max_batch == max(1, rows - 1)
+        assert fewer.layout.n_slots == (2 * C if rows > 1 else 2 * C - 1), "the only row gives up slots"
+    least = make_plan(SMALL, **(SIZES | dict(max_batch=1, slots=C))).device_bytes
+    with pytest.raises(DoesNotFitError, match=f"needs {least:,} bytes.*max_batch=1"):
+        make_plan(SMALL, **options, device_budget=least - 1)
+    with pytest.raises(InputError, match="max_batch=None takes as many rows as fit; give the device_budget"):
+        make_plan(SMALL, **options)
+
+
+def test_rows_default_to_what_the_host_budget_holds_in_full():
+    """Rows beyond the pages for their full length are not planned unless they are asked for."""
+    options = SIZES | dict(max_batch=None, device_budget="1GiB")
+    whole = 2 * 2 * 2 * SMALL.head_dim * 4 * 400  # K and V, layers, KV heads; bytes of a row of 400 tokens
+    for budget, rows in ((5 * whole, 5), (5 * whole - 1, 4), (whole // 2, 1)):
+        plan = make_plan(SMALL, **options, host_budget=budget)
+        assert plan.layout.max_batch == rows
+        assert plan.host_bytes <= budget
+    assert plan.page_groups == 50, "the only row may be for shorter requests"
+    assert make_plan(SMALL, **(options | dict(max_batch=9)), host_budget=5 * whole).layout.max_batch == 9
+
+
+def test_the_table_says_what_a_row_gets():
+    text = str(make_plan(SMALL, **SIZES))
+    assert f"2 rows of 400 tokens, nosa; per row and KV head {2 * C} slots for {C} selected blocks" in text
+    assert "200 blocks on the host (2 whole rows)" in text
+    assert "all 100 blocks on the device" in str(make_plan(SMALL, **SIZES, offload=False))
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_o7_device_bytes_grow_per_token_as_documented(offload):
+    """O7 by plan, at the 8B shape: from 32K over 64K to 128K tokens the cache's device bytes grow by
+    `bytes_per_token`, a twentieth of the KV bytes when offloading; beside the weights it stays under 24 GiB."""
+    plans = [
+        make_plan(NosaConfig.nosa_8b(), **(SIZES | dict(max_batch=1, max_context=n)), offload=offload)
+        for n in (32_768, 65_536, 131_072)
+    ]
+    cache = [plan.layout.device_bytes() for plan in plans]
+    per_token = plans[0].layout.bytes_per_token()
+    assert (cache[1] - cache[0]) / 32_768 == pytest.approx(per_token, abs=1)
+    assert (cache[2] - cache[1]) / 65_536 == pytest.approx(per_token, abs=1)
+    assert plans[2].device_bytes - 1000 < 24 * 2**30
+    if offload:
+        assert per_token < 32_768 / 20
+
+
 def test_refusals_name_what_is_needed_and_leave_the_process_usable():
     model = random_model()
     with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes of device memory .* budget is 4,096 .*offload=True"):
@@ -108,23 +162,25 @@ WORKSPACES = {
 
 @pytest.mark.parametrize("name", ["many heads, short", *(pytest.param(n, marks=pytest.mark.slow) for n in
                                                          ("wide", "wide feed-forward, bfloat16"))])  # fmt: skip
-@pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_prefill_stays_within_its_planned_workspace(name, fresh):
-    """Temporaries and results of the compiled prefill of one whole row; nothing is run."""
+@pytest.mark.parametrize("piece", ["whole", *(pytest.param(p, marks=pytest.mark.slow) for p in ("rest", "small"))])
+def test_prefill_stays_within_its_planned_workspace(name, piece):
+    """Temporaries and results of the compiled prefill of a whole row, of all but its first block, and of a sixth of it
+    behind others; nothing is run."""
     config, n = WORKSPACES[name]
     model = random_model(config)
     layout = make_plan(config, **(SIZES | dict(max_context=n))).layout
     shapes = jax.eval_shape(lambda: jax.tree.leaves(init_state(layout)))
     structure = jax.tree.structure(init_state(layout))
-    start = 0 if fresh else config.block_size
-    tokens = random_tokens(n - start, vocab=config.vocab_size)
+    start = {"whole": 0, "rest": config.block_size, "small": n // 3 * 2}[piece]
+    chunk = n // 6 if piece == "small" else None
+    tokens = random_tokens(chunk or n - start, vocab=config.vocab_size)
 
     def read(leaves):
         return jax.tree.leaves(prefill_row(model, structure.unflatten(leaves), 0, tokens, start))
 
     memory = jax.jit(read, donate_argnums=0).lower(shapes).compile().memory_analysis()
     beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    bound = prefill_bytes(config, layout.n_blocks * config.block_size)
+    bound = prefill_bytes(config, layout.n_blocks * config.block_size, chunk)
     print(f"{name}: {beside:,} of {bound:,} bytes")
     assert beside <= bound
 
