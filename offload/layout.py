@@ -63,8 +63,8 @@ class CacheLayout:
 
     @property
     def n_windows(self) -> int:
-        """W, room for pooled windows per row: all that begin in a block, so that a block has equally many."""
-        return self.n_blocks * (self.config.block_size // self.config.pool_stride)
+        """W, room for pooled windows per row: of a multiple of eight blocks, as the GPU kernel reads them."""
+        return -(-self.n_blocks // 8) * 8 * (self.config.block_size // self.config.pool_stride)
 
     @property
     def n_strides(self) -> int:

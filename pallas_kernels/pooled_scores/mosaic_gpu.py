@@ -1,5 +1,7 @@
 """Query-aware block scores as Mosaic GPU kernels: which of the two runs, and what they do not take."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -30,6 +32,7 @@ def unsupported(q: jax.Array, pooled_k: jax.Array, *, n_blocks: int, block_size:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("n_blocks", "block_size", "window", "stride", "interpret"))
 def pooled_scores(
     q: jax.Array,
     pooled_k: jax.Array,
@@ -41,7 +44,7 @@ def pooled_scores(
     stride: int,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Block scores [B, T, K, M] in float32; as the reference.
+    """Block scores [B, T, K, M] in float32; as the reference. Jitted, so that many layers compile one kernel.
 
     The windows should fill a multiple of eight blocks; otherwise the pooled keys are copied to pad them.
     """

@@ -211,6 +211,7 @@ def _operand(rows: int, columns: int) -> Any:
     return plgpu.SMEM((rows, columns), jnp.bfloat16, transforms=transforms)
 
 
+@functools.partial(jax.jit, static_argnames=("block_size", "sink", "local", "query", "evict", "interpret"))
 def select_blocks(
     score_q: jax.Array,
     score_e: jax.Array,
@@ -223,7 +224,10 @@ def select_blocks(
     evict: int,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Selected block ids, ascending: int32 [B, T, K, C]; equal to the reference, id for id."""
+    """Selected block ids, ascending: int32 [B, T, K, C]; equal to the reference, id for id.
+
+    Jitted, so that many layers compile one kernel.
+    """
     batch, queries, n_kv, n_blocks = score_q.shape
     chunks = SLOTS if n_blocks <= WIDE else 2 * SLOTS
     length = pl.cdiv(n_blocks, chunks * DEPTH) * DEPTH
