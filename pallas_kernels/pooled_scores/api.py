@@ -1,6 +1,7 @@
 """Public query-aware block scores."""
 
 from functools import partial
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -43,8 +44,8 @@ def pooled_scores(
     Raises:
       NotImplementedError: the named implementation does not exist for this operation, or not for these arguments.
     """
-    sizes = dict(n_blocks=n_blocks, block_size=block_size, window=window, stride=stride)
-    score = partial(reference.pooled_scores, **sizes)
+    sizes: dict[str, Any] = dict(n_blocks=n_blocks, block_size=block_size, window=window, stride=stride)
+    score = partial(reference.pooled_scores, n_blocks=n_blocks, block_size=block_size, window=window, stride=stride)
 
     def in_chunks(q: jax.Array, pooled_k: jax.Array, positions: jax.Array) -> jax.Array:
         return map_query_chunks(lambda *rows: score(rows[0], pooled_k, rows[1]), (q, positions), QUERY_CHUNK)

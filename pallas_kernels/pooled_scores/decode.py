@@ -41,17 +41,15 @@ def visible_windows(position: jax.Array, n_windows: int, window: int, stride: in
     return jnp.where(position >= window - 1, jnp.minimum(complete, n_windows), 0)
 
 
-def _rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [0])
-
-
-def _columns(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def over_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """One value per column, repeated in every row."""
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
-def _logit_kernel(q_ref, k_ref, positions_ref, logits_ref, top_ref, sum_ref, q_smem, k_smem, q_barrier, k_barriers, *,
-                  queries: int, n_kv: int, splits: int, phases: int, n_windows: int, window: int, stride: int,
-                  padded_blocks: int, scale: float):  # fmt: skip
+def _logit_kernel(q_ref: Any, k_ref: Any, positions_ref: Any, logits_ref: Any, top_ref: Any, sum_ref: Any,
+                  q_smem: Any, k_smem: Any, q_barrier: Any, k_barriers: Any, *, queries: int, n_kv: int, splits: int,
+                  phases: int, n_windows: int, window: int, stride: int, padded_blocks: int,
+                  scale: float) -> None:  # fmt: skip
     """Logits (times log2 e) of one split of one row's visible windows, with their maxima and exponential sums."""
     row, kv, split = (lax.axis_index(name) for name in ("row", "kv", "split"))
     group, head_dim = q_smem.shape
@@ -111,13 +109,14 @@ def _logit_kernel(q_ref, k_ref, positions_ref, logits_ref, top_ref, sum_ref, q_s
     )
     top, total = lax.fori_loop(0, count, tile_step, start)
     highest = top.max(axis=0)
-    total = (total * jnp.exp2(top - _columns(highest, shape))).sum(axis=0)
+    total = (total * jnp.exp2(top - over_rows(highest, shape))).sum(axis=0)
     top_ref[head_row * splits + split] = highest
     sum_ref[head_row * splits + split] = total
 
 
-def _score_kernel(logits_ref, top_ref, sum_ref, positions_ref, out_ref, *, group: int, n_kv: int, splits: int,
-                  phases: int, n_windows: int, window: int, stride: int, padded_blocks: int):  # fmt: skip
+def _score_kernel(logits_ref: Any, top_ref: Any, sum_ref: Any, positions_ref: Any, out_ref: Any, *, group: int,
+                  n_kv: int, splits: int, phases: int, n_windows: int, window: int, stride: int,
+                  padded_blocks: int) -> None:  # fmt: skip
     """Scores of 64 blocks: probabilities summed over the group, the maximum over each block's windows."""
     row, kv, tile = (lax.axis_index(name) for name in ("row", "kv", "tile"))
     padded_group = logits_ref.shape[-1]
@@ -135,7 +134,7 @@ def _score_kernel(logits_ref, top_ref, sum_ref, positions_ref, out_ref, *, group
         sums = [plgpu.load(sum_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
         highest = functools.reduce(jnp.maximum, tops)
         total = functools.reduce(jnp.add, [s * jnp.exp2(t - highest) for t, s in zip(tops, sums, strict=True)])
-        normaliser = _columns(highest + jnp.log2(total), shape)
+        normaliser = over_rows(highest + jnp.log2(total), shape)
         best = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         for phase in range(-1, phases):
             first_row = (head_row * phases + phase % phases) * padded_blocks + block + (phase >= 0)

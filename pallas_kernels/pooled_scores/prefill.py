@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nosa_jax.pallas_kernels.pooled_scores.decode import HEAD_ALIGN, HIDDEN, LOWEST, TILE, operand_transforms
+from nosa_jax.pallas_kernels.pooled_scores.decode import HEAD_ALIGN, HIDDEN, LOWEST, TILE, operand_transforms, over_rows
 
 COLUMNS = 128  # query heads times tokens per consumer warpgroup: one wgmma's columns
 SHARED_BYTES = 220 * 1024  # of the 227 KiB of a Hopper SM
@@ -36,10 +36,6 @@ class Tuning:
 
     consumers: int = 2
     in_flight: int = 2
-
-
-def _over_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [1])
 
 
 def _row_splat(value: float) -> jax.Array:
@@ -58,10 +54,11 @@ def _rem(a: jax.Array, b: int) -> jax.Array:
     return lax.rem(a, jnp.int32(b))
 
 
-def _scores_kernel(q_ref, k_ref, limits_ref, most_ref, least_ref, out_ref, q_smem, k_smem, best_smem, last_smem,
-                   limits_smem, flags_smem, q_barriers, k_barriers, consumed, decided, turns, *, tuning: Tuning,
-                   tokens: int, heads: int, group: int, n_kv: int, phases: int, length: int, n_blocks: int,
-                   scale: float):  # fmt: skip
+def _scores_kernel(q_ref: Any, k_ref: Any, limits_ref: Any, most_ref: Any, least_ref: Any, out_ref: Any, q_smem: Any,
+                   k_smem: Any, best_smem: Any, last_smem: Any, limits_smem: Any, flags_smem: Any, q_barriers: Any,
+                   k_barriers: Any, consumed: Any, decided: Any, turns: Any, *, tuning: Tuning, tokens: int,
+                   heads: int, group: int, n_kv: int, phases: int, length: int, n_blocks: int,
+                   scale: float) -> None:  # fmt: skip
     """Block scores of `consumers * tokens` queries of one KV head.
 
     The key tiles stream in order, once per pass: step 0 is a first look at the first one, pass n is the steps from
@@ -146,7 +143,7 @@ def _scores_kernel(q_ref, k_ref, limits_ref, most_ref, least_ref, out_ref, q_sme
             first_block = _div(within, phases) * TILE
             blocks = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first_block
             limit = plgpu.load(limits_smem.at[worker], layout=COLUMN, optimized=False)
-            return jnp.where(blocks * phases + _rem(within, phases) < _over_rows(limit, shape), logits, HIDDEN)
+            return jnp.where(blocks * phases + _rem(within, phases) < over_rows(limit, shape), logits, HIDDEN)
 
         def sweep(first: jax.Array, begin: jax.Array, end: jax.Array, carry: Any, use: Callable, masked: bool) -> Any:
             """Thread `carry` through `use(carry, logits)` for steps begin to end of the pass that starts at `first`."""
@@ -177,7 +174,7 @@ def _scores_kernel(q_ref, k_ref, limits_ref, most_ref, least_ref, out_ref, q_sme
         top = jnp.maximum(in_turn(lambda: first.max(axis=0)), LOWEST)
 
         def add(total: jax.Array, logits: jax.Array) -> jax.Array:
-            return total + jnp.exp2(logits - _over_rows(top, shape))
+            return total + jnp.exp2(logits - over_rows(top, shape))
 
         total = sweep(jnp.int32(1), jnp.int32(0), whole * phases, _splat(0.0, shape), add, masked=False)
         parts = sweep(jnp.int32(1), whole * phases, steps, total, add, masked=True)
@@ -197,7 +194,7 @@ def _scores_kernel(q_ref, k_ref, limits_ref, most_ref, least_ref, out_ref, q_sme
             start = (_splat(LOWEST, shape), _splat(0.0, shape))
             tops, totals = sweep(1 + steps, jnp.int32(0), steps, start, raise_and_add, masked=True)
             top = in_turn(lambda: tops.max(axis=0))
-            return top + jnp.log2(in_turn(lambda: (totals * jnp.exp2(tops - _over_rows(top, shape))).sum(axis=0)))
+            return top + jnp.log2(in_turn(lambda: (totals * jnp.exp2(tops - over_rows(top, shape))).sum(axis=0)))
 
         normaliser = lax.cond(again > 0, with_running_maximum, lambda: top + jnp.log2(total))
         if group != heads:  # heads that only pad the group weigh nothing
@@ -222,7 +219,7 @@ def _scores_kernel(q_ref, k_ref, limits_ref, most_ref, least_ref, out_ref, q_sme
             blocks = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW) + tile * TILE
 
             def score(best: list[jax.Array], phase: jax.Array, product: jax.Array) -> tuple[list, list]:
-                weights = jnp.exp2(product * factor - _over_rows(normaliser, shape))
+                weights = jnp.exp2(product * factor - over_rows(normaliser, shape))
                 sums = [weights[:, t * heads : (t + 1) * heads].sum(axis=1) for t in range(tokens)]
                 windows = blocks * phases + phase
                 sums = [jnp.where(windows < limit, s, -jnp.inf) for s, limit in zip(sums, limits, strict=True)]

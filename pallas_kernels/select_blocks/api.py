@@ -1,6 +1,7 @@
 """Public dual block selection."""
 
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
@@ -43,7 +44,7 @@ def select_blocks(
     Raises:
       NotImplementedError: the named implementation does not exist for this operation, or not for these arguments.
     """
-    rules = dict(block_size=block_size, sink=sink, local=local, query=query, evict=evict)
+    rules: dict[str, Any] = dict(block_size=block_size, sink=sink, local=local, query=query, evict=evict)
     select = partial(reference.select_blocks, **rules)
     return dispatch.run(
         "select_blocks",

@@ -78,7 +78,7 @@ def best(keys: jax.Array, index: jax.Array, count: int) -> jax.Array:
     highest = keys.max(axis=1).max()
 
     # n_low keys reach `low`, at least `count`; n_high < count keys reach `high`.
-    def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def narrow(state: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
         low, high, n_low, n_high = state
         third = jnp.maximum(lax.div((high >> 1) - (low >> 1), jnp.int32(3)) * 2, 1)
         one, two = low + third, jnp.minimum(low + third + third, high - 1)
@@ -92,7 +92,7 @@ def best(keys: jax.Array, index: jax.Array, count: int) -> jax.Array:
             jnp.where(reach_two, n_high, jnp.where(reach_one, n_two, n_one)),
         )
 
-    def unsettled(state: tuple[jax.Array, ...]) -> jax.Array:
+    def unsettled(state: tuple[Any, Any, Any, Any]) -> jax.Array:
         low, high, n_low, _ = state
         return (n_low > count) & (high - 1 > low)
 
@@ -151,9 +151,10 @@ def write_ids(chosen: jax.Array, write: Callable[[int, jax.Array], None], slots:
         write(first, jnp.where(home < chunks, home * length + position, NO_BLOCK))
 
 
-def _select_kernel(score_q_ref, score_e_ref, positions_ref, ids_ref, scores_smem, mask_smem, prefix_smem,
-                   triangle_smem, pick_smem, counts_smem, barriers, *, n_blocks: int, n_kv: int, queries: int,
-                   queries_e: int, block_size: int, sink: int, local: int, query: int, evict: int):  # fmt: skip
+def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_ref: Any, scores_smem: Any,
+                   mask_smem: Any, prefix_smem: Any, triangle_smem: Any, pick_smem: Any, counts_smem: Any,
+                   barriers: Any, *, n_blocks: int, n_kv: int, queries: int, queries_e: int, block_size: int,
+                   sink: int, local: int, query: int, evict: int) -> None:  # fmt: skip
     """The selected ids of one query and KV head."""
     program = lax.axis_index("program")
     row, kv = lax.div(program, jnp.int32(n_kv)), lax.rem(program, jnp.int32(n_kv))
