@@ -164,7 +164,7 @@ def fetch_blocks(
 ) -> Fetched:
     """`assign_slots`, then `swap_in` of what has to be loaded: the same results, in one call.
 
-    On a GPU with thread block clusters (sm_90 on) it is one launch, unless a row has more than 1024 slots, so many
+    On a GPU with thread block clusters (sm_90 on) it is one launch, unless a row has more than 512 slots, so many
     blocks that a map of them does not fit in 96 KiB, or pages that 16 does not divide; then, and on older ones, two.
     Arguments and errors are those of the two; M comes from `page_table`.
     """

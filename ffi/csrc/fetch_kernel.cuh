@@ -1,7 +1,7 @@
 // The kernel of fetch_blocks: assign_slots and swap_in in one launch, for GPUs with clusters (sm_90 on).
 //
-// The CTAs of a cluster share some (row, KV head) pairs, which teams of their warps take. Then the CTAs tell one
-// another how many blocks each pair has to load, and all warps of the cluster copy. No CTA waits on one outside its
+// The CTAs of a cluster share some (row, KV head) pairs; a warp takes a pair. Then the CTAs tell one another how many
+// blocks each pair has to load, and all warps of the cluster copy. No CTA waits on one outside its
 // cluster; if nothing is missing, the kernel ends there.
 #pragma once
 
@@ -9,23 +9,24 @@
 
 #include <algorithm>
 
-#include "slot_team.cuh"
+#include "slot_assigner.cuh"
 #include "transfer_kernel.cuh"
 
 namespace nosa {
 
-constexpr int kMaxCluster = 8;         // CTAs that every such GPU can put into a cluster
-constexpr int kMaxFetchSlots = 1024;   // victims of larger tables are better sorted
+constexpr int kMaxCluster = 8;       // CTAs that every such GPU can put into a cluster
+constexpr int kMostPerLane = 16;     // of slots; victims of larger tables are better sorted
 constexpr int64_t kFetchSharedBytes = 96 * 1024;  // of a CTA: two of them fit on a multiprocessor
 
 struct FetchArgs {
   TransferArgs transfer;  // without lists
   SlotTables tables;
-  int32_t n_teams = 0;     // of a CTA; each takes a pair at a time
-  int32_t team_bytes = 0;  // of shared memory, for each of those
+  int32_t n_assigners = 0;  // warps of a CTA that take a pair at a time
+  int32_t warp_bytes = 0;   // of shared memory, for each of those
 };
 
-static __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_constant__ FetchArgs args) {
+template <int kWants, int kSlots>
+__global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_constant__ FetchArgs args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   constexpr uint32_t kWarps = kTransferThreads / kLanes;
   static_assert(kMaxCluster * kWarps <= kTileLists && kListsPerLane == 4);
@@ -38,24 +39,24 @@ static __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __g
   const uint32_t lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const uint32_t n_ctas = cluster.num_blocks(), rank = cluster.block_rank();
   const uint32_t n_clusters = gridDim.x / n_ctas, number = blockIdx.x / n_ctas;
-  const auto n_teams = static_cast<uint32_t>(args.n_teams), team_warps = kWarps / n_teams, team = warp / team_warps;
   // The cluster's pairs are number, number + n_clusters, ...; it takes n_lists of them at a time.
   const auto n_pairs = static_cast<uint32_t>(sizes.rows * sizes.heads);
   const uint32_t n_mine = n_pairs > number ? (n_pairs - 1 - number) / n_clusters + 1 : 0;
-  const uint32_t n_lists = n_ctas * n_teams, list = team * n_ctas + rank;  // spread over the CTAs first
+  const uint32_t n_lists = n_ctas * args.n_assigners, list = warp * n_ctas + rank;  // spread over the CTAs first
 
   for (uint32_t first = 0, turn = 0; first < n_mine; first += n_lists, turn ^= 1) {
-    SlotTeam slots(args.tables, reinterpret_cast<std::byte*>(shared) + team * args.team_bytes, team,
-                   team * team_warps * kLanes, team_warps * kLanes,
-                   static_cast<int64_t>(first + list) * n_clusters + number);
-    const bool takes_part = team < n_teams && first + list < n_mine;
-    const int32_t n_loads = takes_part ? slots.Assign() : 0;
-    if (first == 0) cluster.barrier_wait();  // every CTA has started: its memory may be written
-    if (takes_part && warp % team_warps == 0 && lane < n_ctas) {
-      *cluster.map_shared_rank(&counts[turn][list], lane) = n_loads;
+    if (warp < static_cast<uint32_t>(args.n_assigners) && first + list < n_mine) {
+      SlotAssigner<kWants, kSlots> slots(args.tables, reinterpret_cast<std::byte*>(shared) + warp * args.warp_bytes,
+                                         static_cast<int64_t>(first + list) * n_clusters + number);
+      const int32_t n_loads = slots.Assign();
+      if (first == 0) cluster.barrier_wait();  // every CTA has started: its memory may be written
+      if (lane < n_ctas) *cluster.map_shared_rank(&counts[turn][list], lane) = n_loads;
+      cluster.barrier_arrive();
+      slots.Write();  // after the arrival, which would wait for these stores otherwise
+    } else {
+      if (first == 0) cluster.barrier_wait();
+      cluster.barrier_arrive();
     }
-    cluster.barrier_arrive();
-    if (takes_part) slots.Write();  // after the arrival, which would wait for these stores otherwise
     const PoolView pool = FetchPool(pool_place);
     if (first == 0 && blockIdx.x == 0 && warp == kWarps - 1 && CheckPool(args.transfer, pool) && lane == 0) {
       atomicAdd(&pool_counts[pool_place].read_calls, 1ull);
@@ -79,7 +80,7 @@ static __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __g
       for (Turn run(page_units, warp * n_ctas + rank, kWarps * n_ctas); run.entry < tile.n_entries; run.Next()) {
         const Tile::Entry found = tile.Find(run.entry);
         const auto* const lists = reinterpret_cast<const int4*>(
-            reinterpret_cast<const std::byte*>(shared) + found.list / n_ctas * args.team_bytes);
+            reinterpret_cast<const std::byte*>(shared) + found.list / n_ctas * args.warp_bytes);
         const int4 listed = cluster.map_shared_rank(lists, found.list % n_ctas)[found.position];
         const Addresses place =
             Resolve(args.transfer, pool, args.transfer.cache, sizes.layer,
@@ -94,11 +95,39 @@ static __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __g
 #endif
 }
 
+// Slots per lane of the kernel that is used for so many slots and wanted blocks.
+inline int SlotsPerLane(const TransferSizes& sizes) {
+  if (sizes.entries > 2 * kLanes || sizes.slots > 8 * kLanes) return kMostPerLane;
+  return sizes.slots <= 4 * kLanes ? 4 : 8;
+}
+
+inline int64_t FetchWarpBytes(const TransferSizes& sizes) {
+  return AssignerBytes(sizes.entries, SlotsPerLane(sizes), sizes.blocks);
+}
+
 // Whether one launch can do it: small enough tables, whole 16 bytes in a page.
 inline bool FitsFetchKernel(const TransferSizes& sizes) {
-  return sizes.slots <= kMaxFetchSlots && sizes.blocks <= kMostBlocks &&
-         sizes.page_bytes % static_cast<int64_t>(sizeof(uint4)) == 0 &&
-         TeamBytes(sizes.entries, sizes.slots, sizes.blocks) <= kFetchSharedBytes;
+  return sizes.slots <= kMostPerLane * kLanes && sizes.blocks >= 1 &&
+         sizes.page_bytes % static_cast<int64_t>(sizeof(uint4)) == 0 && FetchWarpBytes(sizes) <= kFetchSharedBytes;
+}
+
+template <int kWants, int kSlots>
+cudaError_t LaunchFetchKernel(const FetchArgs& args, int64_t n_ctas, cudaStream_t stream) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kMaxCluster, 1, 1};
+  while (n_ctas % cluster.val.clusterDim.x != 0) cluster.val.clusterDim.x /= 2;
+  cudaLaunchConfig_t config{};
+  config.gridDim.x = static_cast<unsigned>(n_ctas);
+  config.blockDim.x = kTransferThreads;
+  config.dynamicSmemBytes = static_cast<size_t>(args.n_assigners) * args.warp_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  if (config.dynamicSmemBytes > 46 * 1024) {  // the static share comes on top
+    cudaFuncSetAttribute(FetchKernel<kWants, kSlots>, cudaFuncAttributeMaxDynamicSharedMemorySize, kFetchSharedBytes);
+  }
+  return cudaLaunchKernelEx(&config, FetchKernel<kWants, kSlots>, args);
 }
 
 // Launches the kernel for arguments that fit, at least one pair of them.
@@ -108,26 +137,16 @@ inline cudaError_t LaunchFetch(FetchArgs args, int64_t n_ctas, cudaStream_t stre
   args.tables.n_wanted = static_cast<int32_t>(sizes.entries);
   args.tables.n_slots = static_cast<int32_t>(sizes.slots);
   args.tables.n_blocks = static_cast<int32_t>(sizes.blocks);
-  const int64_t team_bytes = TeamBytes(sizes.entries, sizes.slots, sizes.blocks);
+  const int64_t warp_bytes = FetchWarpBytes(sizes);
   const int64_t pairs_per_cta = (sizes.rows * sizes.heads + n_ctas - 1) / n_ctas;
-  args.team_bytes = static_cast<int32_t>(team_bytes);
-  args.n_teams = static_cast<int32_t>(
-      std::min({pairs_per_cta, kFetchSharedBytes / team_bytes, static_cast<int64_t>(kTransferThreads / kLanes)}));
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kMaxCluster, 1, 1};
-  while (n_ctas % cluster.val.clusterDim.x != 0) cluster.val.clusterDim.x /= 2;
-  cudaLaunchConfig_t config{};
-  config.gridDim.x = static_cast<unsigned>(n_ctas);
-  config.blockDim.x = kTransferThreads;
-  config.dynamicSmemBytes = static_cast<size_t>(args.n_teams) * args.team_bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  if (config.dynamicSmemBytes > 46 * 1024) {  // the static share comes on top
-    cudaFuncSetAttribute(FetchKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFetchSharedBytes);
+  args.warp_bytes = static_cast<int32_t>(warp_bytes);
+  args.n_assigners = static_cast<int32_t>(
+      std::min({pairs_per_cta, kFetchSharedBytes / warp_bytes, static_cast<int64_t>(kTransferThreads / kLanes)}));
+  switch (SlotsPerLane(sizes)) {
+    case 4: return LaunchFetchKernel<2, 4>(args, n_ctas, stream);
+    case 8: return LaunchFetchKernel<2, 8>(args, n_ctas, stream);
+    default: return LaunchFetchKernel<kMostPerLane, kMostPerLane>(args, n_ctas, stream);
   }
-  return cudaLaunchKernelEx(&config, FetchKernel, args);
 }
 
 }  // namespace nosa

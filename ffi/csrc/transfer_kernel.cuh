@@ -176,11 +176,6 @@ struct Tile {
   }
 };
 
-// A barrier of `n_threads` threads of a CTA, whole warps; `number` is 1 to 15, one for each group at a time.
-inline __device__ void SyncThreads(int32_t number, int32_t n_threads) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "r"(n_threads) : "memory");
-}
-
 // The runs that fall to one warp, in turn with the others: which entry, counted from a tile's first, and which part of
 // its page.
 struct Turn {

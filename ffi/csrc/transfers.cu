@@ -208,7 +208,9 @@ void LoadTransferKernels() {
   cudaFuncGetAttributes(&unused, StoreKernel<uint4>);
   cudaFuncGetAttributes(&unused, StoreKernel<unsigned int>);
   cudaFuncGetAttributes(&unused, StoreKernel<unsigned char>);
-  cudaFuncGetAttributes(&unused, FetchKernel);
+  cudaFuncGetAttributes(&unused, FetchKernel<2, 4>);
+  cudaFuncGetAttributes(&unused, FetchKernel<2, 8>);
+  cudaFuncGetAttributes(&unused, FetchKernel<kMostPerLane, kMostPerLane>);
 }
 
 XLA_FFI_Handler* const kSwapInCuda = kSwapIn;
