@@ -8,6 +8,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import jax.numpy as jnp
+
 from nosa_jax.config import AttentionKind
 from nosa_jax.errors import InputError
 from nosa_jax.infer.driving import Driver
@@ -20,6 +22,7 @@ from nosa_jax.infer.prefill import prefill_row
 from nosa_jax.infer.progress import token_bar
 from nosa_jax.infer.requests import GenerationResult, Prompt, Request, check_prompts, make_requests
 from nosa_jax.infer.row_memory import RowMemory
+from nosa_jax.infer.row_steps import deactivate
 from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.infer.scheduler import Scheduler
 from nosa_jax.infer.warm_up import warm_up_prompts
@@ -199,6 +202,7 @@ class Engine:
         prompts, params = warm_up_prompts(self.plan, sampling=sampling)
         for one, its in zip(prompts, params, strict=True):
             self.generate([one], its)
+        deactivate(jnp.zeros(self.layout.max_batch, bool), 0)  # what a cancellation needs
         self._scheduler.delivery.recorder = Recorder(self.layout.page_bytes)
         return time.perf_counter() - start
 

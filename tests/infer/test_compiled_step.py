@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nosa_jax.infer import Engine, SamplingParams, decode_step, step
+from nosa_jax.infer import Engine, RequestStatus, SamplingParams, decode_step, step
 from nosa_jax.offload import CacheLayout, init_state
 from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, offloaded, random_model, random_tokens
 
@@ -119,15 +119,17 @@ def test_nothing_compiles_after_warm_up(offload):
         with count_compilations() as compiled:
             handles = []
             for n in range(1, context):
-                params = SamplingParams(max_new_tokens=context - n, temperature=n % 2, eos_ids=(3,) if n % 3 else ())
+                params = SamplingParams(
+                    max_new_tokens=context - n, temperature=float(n % 2), eos_ids=(3,) if n % 3 else ()
+                )
                 handles.append(engine.submit(random_tokens(n, seed=n), params))
                 engine._driver.turn(lambda: True)
-                if n % 5 == 0:
+                if handles[-1].status is RequestStatus.DECODING and n % 2:
                     handles[-1].cancel()
             engine.run_until_idle()
             engine.generate([random_tokens(n, seed=n) for n in range(1, context)], SamplingParams(max_new_tokens=1))
         assert compiled == []
-        assert {h.result().finish_reason for h in handles} <= {"length", "eos", "cancelled"}
+        assert engine.metrics().cancelled > 0
         # The pool may hold less than a row: what cannot be asked for is not compiled, and nothing is refused.
     if offload:
         group = model.config.num_kv_heads * engine.layout.page_bytes
