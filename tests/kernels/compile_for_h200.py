@@ -1,0 +1,104 @@
+"""Compiles what a GPU runs for an H200, on a machine without one: `python compile_for_h200.py CASE`, with JAX's CUDA
+plugin on the path. Prints one line of JSON: bytes of the largest temporary and of all, and the custom calls.
+
+XLA and the kernels' compiler need a description of the device, not the device. Only what runs is missing.
+"""
+
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from nosa_jax import NosaConfig, NosaLM
+from nosa_jax.infer import freeze, step
+from nosa_jax.offload import CacheLayout, init_state
+from nosa_jax.pallas_kernels import dispatch, sparse_attention
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def compile_for_h200(fn, *args, **jit_options):
+    """The compiled program of `fn` for arguments of these shapes."""
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
+    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
+
+    def place(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    traced = jax.jit(fn, **jit_options).trace(*jax.tree.map(place, args))
+    return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
+def decode_step(batch: int, context: int, *, offload: bool):
+    config = NosaConfig.nosa_8b(num_layers=2, param_dtype="bfloat16")
+    layout = CacheLayout(config, "nosa", batch, context, offload, 2 * config.budget.total)
+    model = jax.eval_shape(lambda: freeze(NosaLM.from_config(config)))
+    state = jax.eval_shape(lambda: init_state(layout))
+    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return compile_for_h200(step, model, state, tokens, donate_argnums=1)
+
+
+def attention(length: int, *, heads: int, kv_heads: int, head_dim: int, gradient: bool):
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    def run(q, k, v, cis, ids):
+        return sparse_attention(q, k, v, cis, ids, block_size=64)
+
+    def loss(*args):
+        return run(*args).astype(jnp.float32).sum()
+
+    arrays = (
+        shape(1, length, heads, head_dim), shape(1, length, kv_heads, head_dim), shape(1, length, kv_heads, head_dim),
+        shape(1, length, kv_heads, dtype=jnp.float32), shape(1, length, kv_heads, 64, dtype=jnp.int32),
+    )  # fmt: skip
+    return compile_for_h200(jax.grad(loss, argnums=(0, 1, 2, 3)) if gradient else run, *arrays)
+
+
+CASES = {
+    "decode, offloaded": lambda: decode_step(16, 65_536, offload=True),
+    "decode, resident": lambda: decode_step(4, 65_536, offload=False),
+    "attention": lambda: attention(131_072, heads=32, kv_heads=2, head_dim=128, gradient=False),
+    "attention, gradient": lambda: attention(131_072, heads=32, kv_heads=2, head_dim=128, gradient=True),
+    "attention, gradient, small heads": lambda: attention(4096, heads=6, kv_heads=2, head_dim=64, gradient=True),
+}
+
+
+def main() -> None:
+    dispatch.why_no_kernels = lambda: None  # there is no device to ask
+    compiled = CASES[sys.argv[1]]()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    print(
+        json.dumps(
+            {
+                "temporaries": memory.temp_size_in_bytes,
+                "not_aliased": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+                "copied": sorted(int(np.prod([int(d) for d in m.split(",")]))
+                                 for m in re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", text)),
+                "kernels": sorted(set(re.findall(r'kernel_name = \\?"(\w+)', text)) or set()),
+                "calls": text.count('custom_call_target="mosaic_gpu_v2"'),
+            }
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

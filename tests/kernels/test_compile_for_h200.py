@@ -1,0 +1,69 @@
+"""The programs that a GPU runs, compiled for an H200 without one: they compile, spill nothing and copy no cache."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+LAYER_CACHE = {  # bytes of one layer's slots in the decode cases of compile_for_h200.py
+    "decode, offloaded": 16 * 2 * 128 * 2 * 64 * 128 * 2,
+    "decode, resident": 4 * 2 * 1024 * 2 * 64 * 128 * 2,
+}
+
+
+@pytest.fixture(scope="session")
+def cuda_plugin() -> Path:
+    """JAX's CUDA plugin of this very version, in a folder of its own: where it is installed, JAX looks for a driver."""
+    folder = ROOT / "build" / f"cuda-plugin-{jax.__version__}"
+    if not (folder / "jax_plugins" / "xla_cuda13").is_dir():
+        wanted = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *wanted]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        if found.returncode:
+            pytest.skip(f"JAX's CUDA plugin cannot be installed here: {found.stderr.strip().splitlines()[-1:]}")
+    return folder
+
+
+def compiled(case: str, plugin: Path) -> dict:
+    """What compile_for_h200.py says of a case, with the bytes that each kernel spills under "spills"."""
+    script = Path(__file__).with_name("compile_for_h200.py")
+    environment = os.environ | {
+        "PYTHONPATH": str(plugin),
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no cuDNN or driver to ask for its version
+        "JAX_PLATFORMS": "",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+    }
+    found = subprocess.run([sys.executable, script, case], capture_output=True, text=True, check=False, env=environment)
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
+    report = json.loads(next(line for line in found.stdout.splitlines() if line.startswith("{")))
+    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", found.stdout + found.stderr)
+    report["spills"] = [int(stores) + int(loads) for stores, loads in spilled]
+    return report
+
+
+@pytest.mark.parametrize("case", LAYER_CACHE)
+def test_j2_a_decode_step_copies_no_cache(case, cuda_plugin):
+    """J2 for the GPU's program: temporaries are far below a layer's cache, and nothing of its size is copied."""
+    report = compiled(case, cuda_plugin)
+    assert report["calls"] == 2 * 5, "two layers of five kernels: logits, scores, selection, attention, merging"
+    assert report["temporaries"] < LAYER_CACHE[case] / 4
+    assert max(report["copied"], default=0) * 4 < LAYER_CACHE[case] / 4
+    assert len(report["spills"]) >= 5
+    assert not any(report["spills"])
+
+
+@pytest.mark.parametrize("case", ["attention", "attention, gradient", "attention, gradient, small heads"])
+def test_sparse_attention_over_128k_tokens_compiles(case, cuda_plugin):
+    """Forward and backward at the 8B shape, and with three query heads per KV head of 64 dimensions."""
+    report = compiled(case, cuda_plugin)
+    assert report["calls"] >= 1
+    assert max(report["spills"]) < 64
+    assert report["temporaries"] < 4 * 2**30  # queries and their gradient alone are 2 GiB at 128K
