@@ -20,10 +20,12 @@ from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
     ROW,
     along_columns,
     along_rows,
+    drain,
     logits,
     member_bits,
     multiply,
     multiply_into,
+    release,
     unit_bits,
 )
 from nosa_jax.pallas_kernels.sparse_attention.tiling import ROWS, Tiling, matrix_transforms
@@ -71,6 +73,9 @@ def _chunk_body(
                 return jnp.where(key + start <= along_columns(limit, x.shape), x, -jnp.inf)
 
             x = lax.cond(start + (KEYS - 1) > entry_smem[slot, 2 + wg], cut, lambda x: x, x)
+            if tiling.block_size % KEYS:  # rows of the next block, which its own programs sum over
+                key = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+                x = jnp.where(key < tiling.block_size - part * KEYS, x, -jnp.inf)
             lse = plgpu.load(lse_smem.at[slot, my_rows], layout=COLUMN)
             p = jnp.exp2(x * factor - along_columns(jnp.where((col_bit & bits) != 0, lse, -LOWEST), x.shape))
             plgpu.barrier_wait(do_full.at[slot])
@@ -83,14 +88,12 @@ def _chunk_body(
                 if dcis is not None:
                     dcis += ds.sum(axis=1)
                 dk = multiply_into(dk, ds.astype(q_smem.dtype), q_smem.at[slot, my_rows], p_mine)
-            plgpu.barrier_arrive(do_free.at[slot])
-            plgpu.barrier_arrive(q_free.at[slot])
+            release(do_free.at[slot], q_free.at[slot])
             return dk, dv, dcis
 
         def skip(slot, bits, carry):
             plgpu.barrier_wait(do_full.at[slot])
-            plgpu.barrier_arrive(do_free.at[slot])
-            plgpu.barrier_arrive(q_free.at[slot])
+            release(do_free.at[slot], q_free.at[slot])
             return carry
 
         def step_loop(j, carry):
@@ -143,6 +146,8 @@ def _chunk_body(
 
             for source, target in ((do_ref, do_smem), (delta_ref, delta_smem)):
                 plgpu.copy_gmem_to_smem(source.at[queries], target.at[slot], do_full.at[slot])
+
+        drain((q_free, do_free), count, stages)
 
 
 def _chunk_sums(

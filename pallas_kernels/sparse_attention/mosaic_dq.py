@@ -16,11 +16,13 @@ from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
     ROW,
     along_columns,
     along_rows,
+    drain,
     list_parts,
     logits,
     member_bits,
     multiply,
     multiply_into,
+    release,
     unit_bits,
 )
 from nosa_jax.pallas_kernels.sparse_attention.tiling import ROWS, Tiling, matrix_transforms
@@ -77,7 +79,7 @@ def _body(refs: tuple[Any, ...], scoped: tuple[Any, ...], *, tiling: Tiling, sta
             plgpu.barrier_arrive(v_free.at[slot])
             ds = (p * (dp - along_rows(delta, x.shape))).astype(q_smem.dtype)
             dq = multiply_into(dq, ds, k_smem.at[slot], ds_mine)
-            plgpu.barrier_arrive(k_free.at[slot])
+            release(k_free.at[slot])
             return dq
 
         def skip(j, slot, bits, dq):
@@ -122,6 +124,8 @@ def _body(refs: tuple[Any, ...], scoped: tuple[Any, ...], *, tiling: Tiling, sta
             if cis_smem is not None:
                 plgpu.copy_gmem_to_smem(cis_ref.at[keys], cis_smem.at[slot, pl.ds(0, step)], k_full.at[slot])
             plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_full.at[slot])
+
+        drain((k_free, v_free), steps, stages)
 
 
 def query_gradient(

@@ -16,11 +16,13 @@ from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import (
     ROW,
     along_columns,
     along_rows,
+    drain,
     list_parts,
     logits,
     member_bits,
     multiply,
     multiply_into,
+    release,
     unit_bits,
 )
 from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling, matrix_transforms
@@ -59,7 +61,10 @@ def _body(refs: tuple[Any, ...], scoped: tuple[Any, ...], *, tiling: Tiling, sta
             if cis_smem is not None:
                 bias = along_columns(plgpu.load(cis_smem.at[slot, pl.ds(0, step)], layout=COLUMN), (ROWS, step))
             x, factor = logits(multiply(q_mine, k_smem.at[slot]), bias, head_dim)
-            plgpu.barrier_arrive(k_free.at[slot])
+            if cis_smem is None:
+                plgpu.barrier_arrive(k_free.at[slot])
+            else:
+                release(k_free.at[slot])
             start = ids_smem[lax.div(j, tiling.substeps)] * tiling.block_size + lax.rem(j, tiling.substeps) * step
 
             def cut(x):
@@ -132,6 +137,8 @@ def _body(refs: tuple[Any, ...], scoped: tuple[Any, ...], *, tiling: Tiling, sta
                 plgpu.barrier_wait(v_free.at[slot])
 
             plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_full.at[slot])
+
+        drain((k_free, v_free), steps, stages)
 
 
 def forward(inputs: KernelInputs, interpret: plgpu.InterpretGPUParams | None) -> tuple[jax.Array, jax.Array]:

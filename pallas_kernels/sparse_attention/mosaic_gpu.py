@@ -18,6 +18,8 @@ from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling,
 from nosa_jax.pallas_kernels.sparse_attention.unions import union_capacity
 from nosa_jax.pallas_kernels.sparse_attention.visits import block_visits
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MAX_LISTED = 2048  # blocks in a union list: 16 KiB of shared memory for ids and bits
 BACKWARD_WARPGROUPS = 2  # the sums of the backward kernels leave no registers for a third
@@ -36,7 +38,8 @@ def _attend(
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     n_kv = k.shape[2]
-    warpgroups = forward_warpgroups(q.shape[3], q.shape[2] // n_kv)
+    # The interpreter runs a thread per warpgroup and needs about as many cores: two consumers do on small machines.
+    warpgroups = forward_warpgroups(q.shape[3], q.shape[2] // n_kv) if interpret is None else 2
     inputs = kernel_inputs(q, k, v, cis, block_ids, positions, lengths, block_size=block_size, warpgroups=warpgroups)
     out, lse = mosaic_forward.forward(inputs, interpret)
     return from_query_rows(out, q.shape, n_kv, inputs.tiling), from_query_rows(lse, q.shape[:3], n_kv, inputs.tiling)
@@ -101,7 +104,7 @@ def backward(
     return from_query_rows(dq, q.shape, n_kv, inputs.tiling), dk, dv, dcis, None, None, None
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, block_ids: jax.Array, block_size: int) -> str | None:
+def unsupported(q: Shaped, k: Shaped, v: Shaped, block_ids: Shaped, block_size: int) -> str | None:
     """Why the kernels do not take these inputs, or None."""
     head_dim, group = q.shape[3], q.shape[2] // k.shape[2]
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:

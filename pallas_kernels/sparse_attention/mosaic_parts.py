@@ -15,8 +15,11 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 LOWEST = -1e30  # stands for minus infinity where a difference of two of them may not become NaN
 
 
-def member_bits(tiling: Tiling, warpgroup: jax.Array, layout: plgpu.Layout) -> jax.Array:
-    """[64] int32 per query row of a warpgroup: the bit that stands for the row's query in a union list's entry."""
+def member_bits(tiling: Tiling, warpgroup: jax.Array, layout: Any) -> jax.Array:
+    """[64] int32 per query row of a warpgroup: the bit that stands for the row's query in a union list's entry.
+
+    layout: ROW or COLUMN, whichever way the query rows lie in the products.
+    """
     token = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout) >> (tiling.padded_group.bit_length() - 1)
     return lax.shift_left(jnp.full_like(token, 1), token + warpgroup * tiling.unit_tokens)
 
@@ -78,3 +81,19 @@ def multiply_into(acc: jax.Array, left: jax.Array, right: Any, scratch: Any) -> 
 def list_parts(listed: int) -> list[pl.Slice]:
     """The pieces in which a union list is copied: one copy moves at most 256 elements of a dimension."""
     return [pl.ds(start, min(256, listed - start)) for start in range(0, listed, 256)]
+
+
+def release(*barriers: Any) -> None:
+    """Give stages back to the copies, after every thread's ordinary reads of them (wgmma's reads need no fence)."""
+    plgpu.commit_smem()
+    for barrier in barriers:
+        plgpu.barrier_arrive(barrier)
+
+
+def drain(free: tuple[Any, ...], steps: jax.Array, stages: int) -> None:
+    """The producer's end: wait until the consumers have released the stages that nothing refills."""
+
+    @pl.loop(jnp.maximum(steps - stages, 0), steps)
+    def _drain(j: jax.Array) -> None:
+        for barriers in free:
+            plgpu.barrier_wait(barriers.at[lax.rem(j, jnp.int32(stages))])
