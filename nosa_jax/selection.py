@@ -6,8 +6,12 @@ from jaxtyping import Array, Float, Int
 
 from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.pallas_kernels import pool_blocks, pool_windows, pooled_scores, select_blocks
-from nosa_jax.pallas_kernels.pooled_scores.api import QUERY_CHUNK
+from nosa_jax.pallas_kernels.dispatch import why_no_kernels
 from nosa_jax.pallas_kernels.query_chunks import map_query_chunks
+
+# Query positions whose block scores exist at once: as few as XLA needs to bound its temporaries, and as many as it
+# takes to fill a GPU with programs of a kernel that has none.
+QUERY_CHUNK, KERNEL_QUERY_CHUNK = 256, 4096
 
 
 def pooled_keys(k: Float[Array, "B S K H"], config: NosaConfig) -> Float[Array, "B K W H"]:
@@ -86,4 +90,5 @@ def select(
             evict=budget.evict,
         )
 
-    return map_query_chunks(choose, (q, positions), QUERY_CHUNK)
+    chunk = QUERY_CHUNK if why_no_kernels() else KERNEL_QUERY_CHUNK
+    return map_query_chunks(choose, (q, positions), chunk)
