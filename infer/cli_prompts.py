@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nosa_jax.chat import Message, encode_chat
+from nosa_jax.chat import encode_chat
 from nosa_jax.errors import InputError
 from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class PromptReader:
                 if line.strip():
                     yield self._line(f"{name}:{number}", line)
 
-    def conversation(self, turns: Sequence[Message]) -> np.ndarray:
+    def conversation(self, turns: Sequence[Any]) -> np.ndarray:
         """Ids of a conversation that goes on with the assistant's turn."""
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return encode_chat(self.tokenizer, [*before, *turns], **self.chat_options)
@@ -127,6 +127,8 @@ def _at(where: str) -> Iterator[None]:
 
 
 def _changed(params: SamplingParams, values: dict[str, Any]) -> SamplingParams:
+    # JSON writes whole numbers without a point.
+    values = {k: float(v) if k in ("temperature", "top_p") and type(v) is int else v for k, v in values.items()}
     stop = values.get("stop")
     if stop is not None:
         values = values | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}

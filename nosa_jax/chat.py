@@ -24,11 +24,12 @@ Message = Mapping[str, Any]
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    tokenizer: Tokenizer, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any
 ) -> str:
     """The text of a conversation as the model was trained to read it.
 
     Args:
+      messages: tables like `Message`; they may come from a file, so they are checked.
       add_generation_prompt: end with the beginning of the assistant's next turn.
       variables: further ones that the template knows, like enable_thinking=False.
 
@@ -54,7 +55,7 @@ def render_chat(
         raise InputError(f"the model's chat template refuses this conversation: {error}") from error
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> np.ndarray:
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Any], **variables: Any) -> np.ndarray:
     """int32 ids of `render_chat`'s text. Templates write bos themselves, so none is put before it."""
     return tokenizer.encode(render_chat(tokenizer, messages, **variables))
 
