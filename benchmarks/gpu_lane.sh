@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: build, tests, memory and race checkers, swap rates.
+# Everything that needs a GPU, in one go: build, tests, memory and race checkers, benchmarks.
 #   benchmarks/gpu_lane.sh OUT          with the environment made by `make setup` plus the cuda extra
 #   PYTHON=python3 benchmarks/gpu_lane.sh OUT   with another interpreter that has JAX for CUDA and the test tools
 # Steps may be named to run only those: STEPS="build tests" benchmarks/gpu_lane.sh OUT
@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:?usage: benchmarks/gpu_lane.sh OUT}
 mkdir -p "$out"
 python=${PYTHON:-.venv/bin/python}
-steps=${STEPS:-build tests suite sanitize swap decode}
+steps=${STEPS:-build tests suite sanitize swap decode kernels parity throughput}
 failed=()
 
 step() { # name, command...
@@ -29,7 +29,7 @@ build() {
     "$python" -m pip install --quiet --no-build-isolation --no-deps --editable .
   "$python" -c 'import jax, nosa_jax.ffi as f; print(f.status(), jax.devices()); assert f.has_cuda()'
 }
-tests() { "$python" -m pytest -m gpu --durations=10 tests/ffi tests/offload tests/infer; }
+tests() { "$python" -m pytest -m gpu --durations=10 tests/ffi tests/kernels tests/offload tests/infer; }
 sanitize() {
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   local check=(--error-exitcode 9 "$python" -m pytest -m gpu --timeout 0 -q)
@@ -45,6 +45,11 @@ suite() { # the tests that run anywhere, with this GPU as the default device
 }
 decode() { "$python" benchmarks/decode_step.py --out "$out"; }
 swap() { "$python" benchmarks/swap.py --out "$out"; }
+kernels() { "$python" benchmarks/kernels.py --out "$out"; }
+parity() { "$python" benchmarks/model_parity.py --out "$out"; }
+throughput() { # NOSA-8B with random weights, the locality of a trained model replayed, within 24 GiB beside the weights
+  "$python" -m nosa_jax.infer.bench throughput --device-budget 24GiB --contexts 16384 98304 --batches 16 0 --out "$out"
+}
 
 step build build
 step tests tests
@@ -52,4 +57,7 @@ step suite suite
 step sanitize sanitize
 step swap swap
 step decode decode
+step kernels kernels
+step parity parity
+step throughput throughput
 ((${#failed[@]} == 0)) || { echo "failed: ${failed[*]}"; exit 1; }
