@@ -82,7 +82,8 @@ def measure_prefill(n_tokens: int) -> dict[str, Any]:
     config = NosaConfig.tiny(max_context=2 * n_tokens)
     prompt = np.random.default_rng(0).integers(0, 256, n_tokens)
     before = peak_mib()
-    with Engine(NosaLM.from_config(config), max_batch=1, max_context=n_tokens + config.block_size) as engine:
+    sizes = dict(max_batch=1, max_context=n_tokens + config.block_size, prefill_chunk=n_tokens)
+    with Engine(NosaLM.from_config(config), **sizes) as engine:
         seconds = [timed(lambda: engine.prefill([prompt]).logits) for _ in range(2)]
         return {
             "tokens": n_tokens,

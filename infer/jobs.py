@@ -1,5 +1,6 @@
 """A request on its way through the scheduler."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +17,6 @@ from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import StepCounts
 from nosa_jax.tokenizer import Tokenizer
 
-_NO_SUMS = (0, 0, 0, 0)
-
 
 @dataclass(eq=False)
 class Job(Waiter):
@@ -25,7 +24,7 @@ class Job(Waiter):
 
     stream: tells its random stream apart from others of the same seed. deadline: on the clock of `time.monotonic`.
     row, groups: where it runs, None outside. read: prompt tokens whose reading was dispatched. issued: new tokens whose
-    computation was dispatched. received: new tokens that have come back. sums: hits, misses, selected, kept so far.
+    computation was dispatched. received: new tokens that have come back.
     replays: times it was begun again after a fault that was not its own; what was delivered before is not delivered
     again.
     """
@@ -46,8 +45,7 @@ class Job(Waiter):
     read: int = 0
     issued: int = 0
     received: int = 0
-    sums: np.ndarray = field(default_factory=lambda: np.array(_NO_SUMS, np.int64))
-    locality: float = float("nan")
+    report: np.ndarray | None = None  # its line of the latest step (`StepOutput`)
     counts: list[StepCounts] = field(default_factory=list)
 
     @property
@@ -59,18 +57,17 @@ class Job(Waiter):
         """Go back to the start of the queue, without what was computed."""
         self.row = self.groups = None
         self.read = self.issued = self.received = 0
-        self.sums = np.array(_NO_SUMS, np.int64)
-        self.locality, self.counts = float("nan"), []
+        self.report, self.counts = None, []
 
-    def count(self, report: np.ndarray) -> None:
-        """Add a step's line of the report."""
-        self.sums += report[1:5]
-        self.locality = unpack_locality(report[5])
+    @property
+    def locality(self) -> float:
+        """Its least locality so far, NaN before a step with a full selection."""
+        return math.nan if self.report is None else unpack_locality(self.report[7])
 
     def result(self, reason: str, layout: CacheLayout, tokenizer: Tokenizer | None) -> GenerationResult:
         """What it has got, however it ended."""
         tokens = self.handle.tokens
-        hits, misses = int(self.sums[0]), int(self.sums[1])
+        hits, misses = (0, 0) if self.report is None else (int(self.report[5]), int(self.report[6]))
         if self.text is not None:
             self.text.flush()
             text: str | None = self.text.text

@@ -82,7 +82,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """What an engine has done since it was made or `warm_up` returned, and what it holds now (docs/09).
+    """What an engine has done since it was made or `warm_up` returned, and what it holds now (docs/09). Print it.
 
     submitted, completed, cancelled, timed_out, failed: requests. replayed: times that a request was begun again
       after a fault that was not its own.
@@ -117,6 +117,38 @@ class EngineMetrics:
     time_to_first_token: Times
     time_per_output_token: Times
     step_seconds: Times
+
+    def __str__(self) -> str:
+        def times(name: str, t: Times) -> str:
+            columns = (t.mean, t.p50, t.p90, t.p99, t.longest)
+            return f"{name:24}{t.count:>8}" + "".join(f"{1e3 * seconds:>11.2f}" for seconds in columns)
+
+        total, last = self.total, self.last
+        lines = [
+            f"requests     {self.submitted} submitted, {self.completed} completed, {self.cancelled} cancelled, "
+            f"{self.timed_out} out of time, {self.failed} failed, {self.replayed} replayed",
+            f"now          {self.waiting} waiting (most {self.longest_queue}), {self.reading} reading, {self.decoding} "
+            f"decoding; {self.pages_free} of {self.pages_total} pages free",
+            f"tokens       {self.prompt_tokens} read, {self.generated_tokens} generated: {self.tokens_per_second:.1f} "
+            f"a second of {self.busy_seconds:.2f} s of work",
+            f"blocks       {total.hits} hits, {total.misses} misses ({self.hit_rate:.2%} hits), locality "
+            f"{total.locality:.4f}, least {self.min_locality:.4f}",
+            f"link         {total.bytes_fetched:,} bytes fetched in {self.steps} steps, "
+            f"{total.link_gb_per_s:.3f} GB/s while decoding",
+        ]
+        if last is not None:
+            lines.append(
+                f"last step    {last.rows} rows, {1e3 * last.seconds:.2f} ms, {last.hits} hits, {last.misses} misses, "
+                f"{last.bytes_fetched:,} bytes, locality {last.locality:.4f}"
+            )
+        lines += [
+            f"{'milliseconds':24}{'count':>8}"
+            + "".join(f"{name:>11}" for name in ("mean", "p50", "p90", "p99", "longest")),
+            times("to first token", self.time_to_first_token),
+            times("per output token", self.time_per_output_token),
+            times("per step", self.step_seconds),
+        ]
+        return "\n".join(lines)
 
     @property
     def tokens_per_second(self) -> float:

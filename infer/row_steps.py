@@ -17,13 +17,14 @@ from nosa_jax.offload.state import DecodeState, StepCounts
 class StepOutput(NamedTuple):
     """What a decode step gives.
 
-    report: what the host reads of it, one small array: per row the token (see `unpack_token`), the step's hits,
-      misses, selected and kept blocks over all layers and KV heads, and the bits of its least locality so far.
+    report: what the host reads of it, one small array: per row the token (see `unpack_token`); the step's hits, misses,
+      selected and kept blocks over all layers and KV heads; the row's hits and misses and the bits of its least
+      locality since it was started.
     counts: the step's own copy of `state.last`, where it was asked for.
     """
 
     tokens: Int[Array, "B"]
-    report: Int[Array, "B 6"]
+    report: Int[Array, "B 8"]
     counts: StepCounts | None
     state: DecodeState
     sampling: SamplingState
@@ -131,10 +132,11 @@ def step_function(structure: Any) -> Callable[..., StepOutput]:
         tokens = jnp.where(state.active, sampled, tokens)
         sampling = sampling._replace(generated=jnp.where(state.active, advanced.generated, sampling.generated))
         done = state.active & finished(tokens, sampling)
-        sums = [jnp.sum(x, axis=(0, 2), dtype=jnp.int32) for x in state.last]
+        counts = (*state.last, state.total.hits, state.total.misses)
+        sums = [jnp.sum(x, axis=(0, 2), dtype=jnp.int32) for x in counts]
         locality = jax.lax.bitcast_convert_type(state.min_locality.min(axis=(0, 2)), jnp.int32)
         report = jnp.stack([_pack(tokens, done), *sums, locality], axis=1)
-        counts = state.last if record else None
-        return StepOutput(tokens, report, counts, state.replace(active=state.active & ~done), sampling)
+        last = state.last if record else None
+        return StepOutput(tokens, report, last, state.replace(active=state.active & ~done), sampling)
 
     return generate_step

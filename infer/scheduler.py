@@ -32,7 +32,7 @@ class _InFlight:
     """What was dispatched and not read yet: a step of several rows, or the first token of one."""
 
     jobs: list[tuple[int, Job]]  # with their rows
-    report: jax.Array  # [B, 6] of a step, a packed token otherwise
+    report: jax.Array  # [B, 8] of a step, a packed token otherwise
     dispatched: float
     counts: StepCounts | None = None
 
@@ -307,7 +307,7 @@ class Scheduler:
                 if job.handle.done:
                     continue  # cancelled, or failed, since
                 if report.ndim:
-                    job.count(report[row])
+                    job.report = report[row]
                     if counts is not None and job.record_steps:
                         job.counts.append(StepCounts(*(x[:, row] for x in counts)))
                 end = self.delivery.token(job, int(report[row, 0] if report.ndim else report), now)

@@ -84,6 +84,7 @@ def continue_file(
         max_batch=1,
         max_context=PROMPT_TOKENS + max(NEW_TOKENS, SCORED_TOKENS),
         tokenizer=tokenizer,
+        prefill_chunk=PROMPT_TOKENS,  # in one piece: no other row waits for it
         **engine_options,
     ) as engine:
         state = engine.prefill([prompt])

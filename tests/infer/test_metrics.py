@@ -74,6 +74,9 @@ def test_o7_counts_are_those_of_the_cache_and_of_every_step():
     assert 0 < now.step_seconds.mean * now.steps <= now.busy_seconds <= seconds
     assert now.time_to_first_token.longest <= seconds
     assert now.tokens_per_second == pytest.approx(3 * NEW / now.busy_seconds)
+    text = str(now)
+    for part in (f"{3 * NEW} generated", f"{now.total.misses} misses", f"{now.total.bytes_fetched:,} bytes", "p99"):
+        assert part in text
     assert now.total.link_gb_per_s == pytest.approx(now.total.bytes_fetched / now.total.seconds / 1e9)
 
 
@@ -96,7 +99,7 @@ def test_counting_waits_for_no_device_and_takes_nothing_from_it(monkeypatch):
         done = engine.metrics().steps
         while not handle.done:
             engine._driver.turn(lambda: True)
-        assert read == [(engine.layout.max_batch, 6)] * (engine.metrics().steps - done)
+        assert read == [(engine.layout.max_batch, 8)] * (engine.metrics().steps - done)
         assert dataclasses.asdict(engine.metrics())["pages_total"] == engine.plan.page_groups
         assert engine.metrics().pages_free == engine.plan.page_groups
         running = engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=NEW))
