@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+from nosa_jax.export import Orbax, Safetensors
 from nosa_jax.infer.__main__ import GenerateConfig
 from nosa_jax.train import TrainConfig
 
@@ -28,9 +29,16 @@ def test_quickstart_of_the_readme(capsys):
 def test_printed_command_lines_parse():
     found = 0
     for page in PAGES:
-        for name, rest in re.findall(r"^    (?:\.venv/bin/)?(nosa-train|nosa-generate) (.*)$", page.read_text(), re.M):
-            config = {"nosa-train": TrainConfig, "nosa-generate": GenerateConfig}[name]
-            assert dataclasses.is_dataclass(tyro.cli(config, args=shlex.split(rest, comments=True)))
+        commands = re.findall(
+            r"^    (?:\.venv/bin/)?(nosa-train|nosa-generate|nosa-export) (.*)$", page.read_text(), re.M
+        )
+        for name, rest in commands:
+            args = shlex.split(rest, comments=True)
+            if name == "nosa-export":
+                parsed = tyro.extras.subcommand_cli_from_dict({"orbax": Orbax, "safetensors": Safetensors}, args=args)
+            else:
+                parsed = tyro.cli({"nosa-train": TrainConfig, "nosa-generate": GenerateConfig}[name], args=args)
+            assert dataclasses.is_dataclass(parsed)
             found += 1
     assert found >= 5
 
