@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from nosa_jax.pallas_kernels import dispatch
 from nosa_jax.pallas_kernels.sparse_attention import mosaic_gpu, reference, unions, visits, xla
 from nosa_jax.pallas_kernels.sparse_attention.api import sparse_attention_with_lse as public
 from nosa_jax.pallas_kernels.sparse_attention.tiling import Tiling
@@ -133,8 +134,8 @@ def test_two_runs_are_bit_equal_and_no_bias_is_allowed(interpret):
 
 @by_lane
 def test_blocks_of_80_keys_take_several_steps(interpret):
-    """A block that is no multiple of 64: 1 step of 80 would not fit wgmma's shapes, so it is cut in 16s; G = 16."""
-    args, d_out = inputs(9, 169, group=16, block=80)
+    """80 is no multiple of 64 and more than a step may have, so a block is five steps of 16, more than stages; G = 16."""
+    args, d_out = inputs(5, 165, group=16, block=80)
     check(args, d_out, block=80, interpret=interpret)
 
 
@@ -157,6 +158,34 @@ def test_b4_constant_shift_of_logits_changes_little(shift, interpret):
     plain, _ = jax.jit(attend)(q, k, v, cis, ids, positions)
     shifted, _ = jax.jit(attend)(q, k, v, cis + shift, ids, positions)
     assert_near("out", shifted, plain.astype(jnp.float32))
+
+
+# The public function's choice, forward and backward.
+def test_programs_for_the_cpu_take_xla_in_both_directions_where_a_gpu_could_run_the_kernels(monkeypatch):
+    """J4: the results of the named implementation, and no kernel in the program; in one for CUDA there are kernels."""
+    args, d_out = inputs(40, 40)
+    d_lse = jnp.ones(d_out.shape[:3], jnp.float32)
+    named = everything(args, None, d_out, d_lse, block=16, implementation="xla")
+    monkeypatch.setattr(dispatch, "why_no_kernels", lambda: None)
+    chosen = everything(args, None, d_out, d_lse, block=16, implementation=None)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-2), *jax.tree.map(np.float32, (chosen, named)))
+    traced = everything.trace(args, None, d_out, d_lse, block=16, implementation=None)
+    kernels = [traced.lower(lowering_platforms=(x,)).as_text().count("mosaic_gpu_v2") for x in ("cpu", "cuda")]
+    assert kernels[0] == 0
+    assert kernels[1] >= 6  # forward, dq, sums over chunks, and their totals for k, v and cis
+
+
+def test_a_mesh_that_splits_the_batch_lowers_the_kernels_per_device():
+    """Each device's program has the kernels for its own rows."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    args, d_out = inputs(16, 16, batch=2)
+    attend = jax.shard_map(
+        lambda *x: mosaic_gpu.sparse_attention(*x, block_size=16)[0], mesh=mesh, in_specs=spec, out_specs=spec,
+        check_vma=False,
+    )  # fmt: skip
+    gradients = jax.jit(lambda args, d_out: jax.vjp(lambda *x: attend(*x, *args[4:]), *args[:4])[1](d_out))
+    assert "mosaic_gpu" in gradients.trace(args, d_out).lower(lowering_platforms=("cuda",)).as_text()
 
 
 # What lowers, and what is refused.
