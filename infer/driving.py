@@ -109,8 +109,11 @@ class Driver:
             while self._stop != "abandon":
                 with self._work:
                     self._pending = False
-                if self.turn(lambda: True):
-                    continue
+                try:
+                    if self.turn(lambda: True):
+                        continue
+                except (KeyboardInterrupt, SystemExit):
+                    continue  # a callback's, whose request has failed with it; signals go to the main thread
                 with self._work:
                     if self._stop is not None:
                         break

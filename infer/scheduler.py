@@ -175,6 +175,8 @@ class Scheduler:
     def _end_withdrawn(self) -> None:
         with self._lock:
             ended: list[tuple[Job, Literal["cancelled", "timeout"]]] = [(job, "cancelled") for job in self._withdrawn]
+            for job in self._withdrawn:
+                self.queue.remove(job)  # where a fault has sent it back meanwhile
             self._withdrawn.clear()
             if len(self._deadlines) > 2 * (len(self.queue) + len(self.rows)) + 64:  # most of them ended in time
                 self._deadlines = [entry for entry in self._deadlines if not entry[2].handle.done]
@@ -324,10 +326,14 @@ class Scheduler:
         """After a fault of the device (`error`), or an interruption, that took the rows' state."""
         jobs = self._running()
         self._forget_rows()
-        self.memory.reset()
+        give_up = False
+        try:
+            self.memory.reset()
+        except Exception as worse:
+            error, give_up = worse, True
         for job in reversed(jobs):
             job.restart()
-            if error is not None and job.replays >= _MAX_REPLAYS:
+            if error is not None and (give_up or job.replays >= _MAX_REPLAYS):
                 self.delivery.fail(job, error)
                 continue
             job.replays += error is not None

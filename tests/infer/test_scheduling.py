@@ -333,6 +333,41 @@ def test_a_fault_of_a_step_costs_time_and_no_tokens(engine, solo):
     assert engine.submit(PROMPTS[0], GREEDY).result().tokens == solo[0]
 
 
+def test_a_cancellation_between_a_fault_and_the_next_round_is_not_lost(engine, solo):
+    handles = [engine.submit(PROMPTS[i], PARAMS[i]) for i in (0, 1)]
+    turn_until(engine, lambda: len(handles[1].tokens) > 2)
+    real = engine._scheduler._step
+
+    def fault(*arguments, **options):
+        engine._scheduler._step = real
+        handles[0].cancel()
+        raise RuntimeError("the link is down")
+
+    engine._scheduler._step = fault
+    engine.run_until_idle()
+    assert handles[0].result().finish_reason == "cancelled"
+    assert handles[0].tokens == solo[0][: len(handles[0].tokens)]
+    assert handles[1].result().tokens == solo[1]
+
+
+def test_requests_fail_where_the_memory_cannot_be_taken_back(solo, monkeypatch):
+    """Nobody waits for ever: the second fault is what they fail with."""
+    with engine_of() as engine:
+        handle = engine.submit(PROMPTS[0], GREEDY)
+        turn(engine)
+
+        def fault(*_, **__):
+            raise RuntimeError("worse")
+
+        monkeypatch.setattr(engine._scheduler, "_step", fault)
+        monkeypatch.setattr(engine._memory, "reset", fault)
+        with pytest.raises(RuntimeError, match="worse"):
+            handle.result()
+        monkeypatch.undo()
+        engine._memory.reset()
+        assert engine.submit(PROMPTS[0], GREEDY).result().tokens == solo[0]
+
+
 def test_an_interrupted_round_leaves_everything_to_the_next(engine, solo):
     def interrupt(token):
         if len(handles[0].tokens) == 4 and not interrupted:
@@ -452,6 +487,19 @@ def test_several_threads_that_wait_without_a_server_share_the_work(engine, solo)
     for thread in threads:
         thread.join()
     assert outcomes == solo
+
+
+def test_a_callback_that_wants_to_exit_does_not_end_serving(engine, solo):
+    def leave(token):
+        raise SystemExit(3)
+
+    with engine.serving():
+        beside = engine.submit(PROMPTS[0], GREEDY)
+        mine = engine.submit(PROMPTS[2], GREEDY, on_token=leave)
+        with pytest.raises(SystemExit):
+            mine.result()
+        assert beside.result().tokens == solo[0]
+        assert engine.submit(PROMPTS[1], GREEDY).result().tokens == solo[1]
 
 
 def test_serving_that_ends_by_an_exception_cancels(engine):
