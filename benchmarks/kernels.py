@@ -99,7 +99,7 @@ def decode_of(rows: int, report: Report, options: Options) -> None:
         name: (lambda q, x, name=name: decode_attention(q, *x, implementation=name), q, inputs)
         for name in ("mosaic_gpu", "xla")
     }
-    seconds = seconds_per_call(contenders, repeats=50)
+    seconds = seconds_per_call(contenders, repeats=12, unroll=4)
     floor = rows * KV_HEADS * SELECTED * PAGE_BYTES / report.bandwidth
     report.add("decode_attention", f"{rows} rows, C=64", seconds, floor, of_bandwidth=floor / seconds["mosaic_gpu"])
     del inputs, contenders
@@ -117,7 +117,8 @@ def decode_of(rows: int, report: Report, options: Options) -> None:
                     dense_inputs,
                 )
             },
-            repeats=30,
+            repeats=8,
+            unroll=4,
         )
         floor = rows * context * KV_HEADS * PAGE_BYTES / BLOCK / report.bandwidth
         ratio = dense["cudnn"] / seconds["mosaic_gpu"]
@@ -173,7 +174,7 @@ def decode_scores(rows: int, report: Report) -> None:
         )
         contenders[f"both {name}"] = (partial(both, name=name), q, keys)
     contenders["empty chain"] = (lambda q, k: chain(q, k), q, keys)
-    seconds = seconds_per_call(contenders, repeats=50)
+    seconds = seconds_per_call(contenders, repeats=12, unroll=4)
     floor = rows * KV_HEADS * windows * HEAD_DIM * 2 / report.bandwidth
     report.add("pooled_scores", f"decode, {rows} rows, {context} tokens", seconds, floor)
 

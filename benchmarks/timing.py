@@ -8,9 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# On a GPU: everything of a loop's body in one CUDA graph, so that the host's launches are not what is timed.
+GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,CUDNN,CUBLAS,CUBLASLT", "xla_gpu_graph_min_graph_size": 1}
 
-def loop(call: Callable[[Any, Any], Any], repeats: int) -> Callable[[Any, Sequence[Any]], Any]:
-    """A jitted function that calls `call(carry, inputs)` `repeats` times for every one of several inputs in turn.
+
+def loop(call: Callable[[Any, Any], Any], repeats: int, unroll: int) -> Callable[[Any, Sequence[Any]], Any]:
+    """A jitted function that calls `call(carry, inputs)` `repeats * unroll` times for every one of several inputs.
 
     Calls depend on each other through the carry, so they run one after the other without a word from the host, and
     take turns over inputs that together are larger than the caches.
@@ -18,21 +21,30 @@ def loop(call: Callable[[Any, Any], Any], repeats: int) -> Callable[[Any, Sequen
 
     def body(_: Any, state: Any) -> Any:
         carry, inputs = state
-        for one in inputs:
+        for one in [*inputs] * unroll:
             carry = call(carry, one)
         return carry, inputs
 
-    return jax.jit(lambda carry, inputs: jax.lax.fori_loop(0, repeats, body, (carry, inputs))[0])
+    options = GRAPH if jax.default_backend() == "gpu" else None
+    return jax.jit(
+        lambda carry, inputs: jax.lax.fori_loop(0, repeats, body, (carry, inputs))[0], compiler_options=options
+    )
 
 
 def seconds_per_call(
-    contenders: dict[str, tuple[Callable[[Any, Any], Any], Any, Sequence[Any]]], *, repeats: int, rounds: int = 7
+    contenders: dict[str, tuple[Callable[[Any, Any], Any], Any, Sequence[Any]]],
+    *,
+    repeats: int,
+    unroll: int = 1,
+    rounds: int = 7,
 ) -> dict[str, float]:
     """Median seconds of one call of each contender, measured in turns within one run.
 
-    contenders: name -> (call, first carry, inputs); see `loop`. An input set is used `repeats` times per measurement.
+    contenders: name -> (call, first carry, inputs); see `loop`.
     """
-    compiled = {name: (loop(call, repeats), carry, inputs) for name, (call, carry, inputs) in contenders.items()}
+    compiled = {
+        name: (loop(call, repeats, unroll), carry, inputs) for name, (call, carry, inputs) in contenders.items()
+    }
     for run, carry, inputs in compiled.values():
         jax.block_until_ready(run(carry, inputs))
     taken: dict[str, list[float]] = {name: [] for name in compiled}
@@ -40,7 +52,7 @@ def seconds_per_call(
         for name, (run, carry, inputs) in compiled.items():
             start = time.perf_counter()
             jax.block_until_ready(run(carry, inputs))
-            taken[name].append((time.perf_counter() - start) / repeats / len(inputs))
+            taken[name].append((time.perf_counter() - start) / repeats / unroll / len(inputs))
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
