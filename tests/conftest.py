@@ -1,11 +1,16 @@
 """Shared by all tests: hypothesis profiles, the GPU lane, poisoned memory, and the folder of full golden vectors."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
+
+# XLA takes the size of its CPU thread pool from here when JAX starts. The interpreter of GPU kernels runs a thread for
+# each warpgroup, and they wait for each other: with a pool of two, as on a machine with two cores, some never start.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
 # The same examples on every run, so that a failure on one machine is a failure on all; `--hypothesis-profile=explore`
 # draws new ones.

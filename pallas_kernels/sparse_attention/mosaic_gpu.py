@@ -55,8 +55,7 @@ def _attend(
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     n_kv = k.shape[2]
-    # The interpreter runs a thread per warpgroup and needs about as many cores: two consumers do on small machines.
-    warpgroups = forward_warpgroups(q.shape[3], q.shape[2] // n_kv) if interpret is None else 2
+    warpgroups = forward_warpgroups(q.shape[3], q.shape[2] // n_kv)
     inputs = kernel_inputs(q, k, v, cis, block_ids, positions, lengths, block_size=block_size, warpgroups=warpgroups)
     out, lse = mosaic_forward.forward(inputs, interpret)
     return from_query_rows(out, q.shape, n_kv, inputs.tiling), from_query_rows(lse, q.shape[:3], n_kv, inputs.tiling)

@@ -134,14 +134,14 @@ def test_two_runs_are_bit_equal_and_no_bias_is_allowed(interpret):
 
 @by_lane
 def test_blocks_of_80_keys_take_several_steps(interpret):
-    """80 is no multiple of 64 and more than a step may have, so a block is five steps of 16, more than stages; G = 16."""
+    """80 is no multiple of 64 and too long for a step, so a block is five steps of 16, more than stages; G = 16."""
     args, d_out = inputs(5, 165, group=16, block=80)
     check(args, d_out, block=80, interpret=interpret)
 
 
 @by_lane
 def test_a_block_of_more_visits_than_stages(interpret):
-    """Groups of 64 leave two queries a tile, so five tiles visit the only block."""
+    """Groups of 64 leave two queries a tile in the backward pass, so five tiles visit the only block."""
     args, d_out = inputs(9, 16, group=64, count=1)
     check(args, d_out, block=16, interpret=interpret)
 
