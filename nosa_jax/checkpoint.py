@@ -6,7 +6,7 @@ step, beside its optimizer state, so every reader here takes an exported checkpo
 Storage: https://orbax.readthedocs.io (v1 API).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,10 +255,13 @@ def _unreadable(what: str, reason: str) -> InputError:
     )
 
 
-def require_same_config(wanted: NosaConfig, saved: NosaConfig, where: str) -> None:
-    """Raise InputError naming every field in which the two configs differ."""
+def require_same_config(
+    wanted: NosaConfig, saved: NosaConfig, where: str, fields: Collection[str] | None = None
+) -> None:
+    """Raise InputError naming every field, or every one of `fields`, in which the two configs differ."""
     ours, theirs = wanted.to_dict(), saved.to_dict()
-    if differing := [f"{k} is {theirs[k]!r}, wanted {ours[k]!r}" for k in ours if ours[k] != theirs[k]]:
+    names = [name for name in ours if fields is None or name in fields]
+    if differing := [f"{k} is {theirs[k]!r}, wanted {ours[k]!r}" for k in names if ours[k] != theirs[k]]:
         raise InputError(
             f"the checkpoint {where!r} has another config: {'; '.join(differing)}. "
             "Use its own config or another checkpoint."

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 
 import tyro
@@ -21,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         config = tyro.cli(TrainConfig, args=argv, prog="nosa-train")
-        result = train(config)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: print(f"nosa-train: {message}", file=sys.stderr)
+            result = train(config)
     except SystemExit as request:  # tyro has printed its help or what is wrong with the arguments
         return request.code if isinstance(request.code, int) else 2
     except InputError as error:

@@ -12,7 +12,7 @@ from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.tokenizer import BYTES
 
-Preset = Literal["tiny", "nosa_1b", "nosa_8b"]
+Preset = Literal["tiny", "nosa_1b", "nosa_8b", "checkpoint"]
 ParameterLayout = Literal["replicated", "fsdp"]
 
 
@@ -80,7 +80,7 @@ class TrainConfig:
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="stdlib|PATH...")] = ("stdlib",)
     """Files, folders, *.jsonl; "stdlib" is the source code of the running Python's standard library."""
     preset: Preset = "tiny"
-    """Model dimensions."""
+    """Model dimensions; "checkpoint" takes the whole config of --init-from, with float32 parameters."""
     override: tuple[str, ...] = ()
     """Fields of the preset to change, like num_layers=2 dtype=bfloat16."""
     tokenizer: str = BYTES
@@ -89,7 +89,7 @@ class TrainConfig:
     nosa: Phase = Phase(steps=60, seq_len=1024, batch=2, attention="nosa")
     optimizer: Optimizer = field(default_factory=Optimizer)
     init_from: str | None = None
-    """Start from the weights of this run or exported checkpoint instead of random ones."""
+    """Start from the weights of this run, exported or released checkpoint instead of random ones."""
     train_only: tuple[str, ...] = ()
     """Patterns of parameter names to train, like "*.delta_*" "*.a_k"; everything else stays bit for bit. Empty: all."""
     freeze: tuple[str, ...] = ()
@@ -155,11 +155,11 @@ class TrainConfig:
         """Optimizer steps of the whole run."""
         return self.dense.steps + self.nosa.steps
 
-    def model_config(self) -> NosaConfig:
-        """The preset with its overrides. Raises InputError naming the field at fault."""
+    def model_config(self, base: NosaConfig | None = None) -> NosaConfig:
+        """The preset, or `base`, with the overrides. Raises InputError naming the field at fault."""
         changes = dict(_override(text) for text in self.override)
         try:
-            return getattr(NosaConfig, self.preset)(**changes)
+            return getattr(NosaConfig, self.preset)(**changes) if base is None else base.replace(**changes)
         except (ValueError, TypeError) as error:
             raise InputError(f"the model config is not valid: {error}") from error
 

@@ -18,7 +18,6 @@ from nosa_jax.checkpoint import (
     Skeleton,
     abstract_model,
     find_checkpoint,
-    load_model,
     make_meta,
     read_meta,
     require_same_config,
@@ -34,8 +33,15 @@ from nosa_jax.train.metrics import CURVE_FILE, METRICS_FILE, TENSORBOARD_DIR
 from nosa_jax.train.optimizer import learning_rate, make_optimizer, trainable_names
 from nosa_jax.train.sharding import tree_shardings
 from nosa_jax.train.step import TrainState, init_state, state_from_params
+from nosa_jax.weights import ModelSource, find_model
 
 CHECKPOINTS_DIR = "checkpoints"
+# Fields of a config that trained weights have been made for.
+_FIXED_BY_WEIGHTS = frozenset(
+    {"vocab_size", "embed_dim", "ffn_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "tie_embeddings",
+     "rms_norm_eps", "rope_theta", "rope_factors", "rope_attention_factor", "scale_emb", "scale_depth",
+     "dim_model_base"}
+)  # fmt: skip
 _REMAT_FROM_TOKENS = 2048
 _REMAT_FROM_PARAMETERS = 100_000_000
 
@@ -100,8 +106,16 @@ class Setup:
         config, layout = self.config, self.config.parameters
         if config.init_from is None:
             return init_state(self.model_config, self.optimizer, self.trainable, config.seed, self.mesh, layout)
-        model, _, _ = load_model(config.init_from, config=_as_saved(self.model_config, config.init_from))
-        _, params = split_model(model)
+        source = _require_same_arrays(config, self.model_config)
+        _, params = split_model(source.load(seed=config.seed))
+        wanted = self.model_config.param_dtype
+        if config.preset == "checkpoint":
+            params = {name: value.astype(wanted) for name, value in params.items()}
+        elif other := [n for n, p in params.items() if str(p.dtype) != wanted]:
+            raise InputError(
+                f"init_from={config.init_from!r} holds several dtypes: {other[0]!r} is {params[other[0]].dtype}, not "
+                f"{wanted}. Convert it with nosa-export --dtype {wanted}, or give --preset checkpoint."
+            )
         key_data = jax.random.key_data(jax.random.key(config.seed))
         state = state_from_params(params, self.optimizer, self.trainable, key_data)
         return jax.device_put(state, tree_shardings(state, self.mesh, layout))
@@ -123,7 +137,7 @@ def prepare(config: TrainConfig, model_config: NosaConfig | None, mesh: Mesh) ->
 
     Raises InputError naming the value, its limit and the way out.
     """
-    model_config = config.model_config() if model_config is None else model_config
+    model_config = config.model_config(_model_of_checkpoint(config)) if model_config is None else model_config
     for phase in config.phases:
         if phase.seq_len > model_config.max_context:
             raise InputError(
@@ -143,7 +157,7 @@ def prepare(config: TrainConfig, model_config: NosaConfig | None, mesh: Mesh) ->
             f"vocab_size={tokenizer.vocab_size} or another tokenizer."
         )
     if config.init_from is not None and not config.resume:
-        _as_saved(model_config, config.init_from)
+        _require_same_arrays(config, model_config)
     if config.export is not None:
         _require_export(config.export, config.out)
     skeleton, abstract = abstract_model(model_config)
@@ -228,11 +242,28 @@ def _require_export(export: str, out: str) -> None:
         raise InputError(f"export={export!r} already exists and is not an empty folder. Give another path.")
 
 
-def _as_saved(model_config: NosaConfig, path: str) -> NosaConfig:
-    """The config to demand of the checkpoint `init_from`: how attention selects may change, the arrays may not."""
-    folder = find_checkpoint(path)
-    saved = saved_config(read_meta(folder), folder)
-    arrays = ("vocab_size", "embed_dim", "ffn_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-              "tie_embeddings", "param_dtype")  # fmt: skip
-    require_same_config(saved.replace(**{name: getattr(model_config, name) for name in arrays}), saved, str(folder))
-    return saved
+def _model_of_checkpoint(config: TrainConfig) -> NosaConfig | None:
+    """The config that the preset "checkpoint" means; None for other presets. Raises InputError where there is none."""
+    if config.preset != "checkpoint":
+        return None
+    if config.resume and has_steps(config):  # the weights that the run began with may be gone
+        folder = find_checkpoint(config.out)
+        return saved_config(read_meta(folder), folder)
+    if config.init_from is None:
+        raise InputError(
+            "preset='checkpoint' takes the model of --init-from, which is not given. Give it a checkpoint, or another "
+            "preset."
+        )
+    return find_model(config.init_from).config.replace(param_dtype="float32", attention="nosa")
+
+
+def _require_same_arrays(config: TrainConfig, model_config: NosaConfig) -> ModelSource:
+    """The weights of `init_from`: how attention selects may differ there; their shapes and their meaning may not.
+
+    Their dtype may with the preset "checkpoint", which converts.
+    """
+    assert config.init_from is not None
+    source = find_model(config.init_from)
+    fields = _FIXED_BY_WEIGHTS if config.preset == "checkpoint" else {*_FIXED_BY_WEIGHTS, "param_dtype"}
+    require_same_config(model_config, source.config, str(source.folder), fields)
+    return source
