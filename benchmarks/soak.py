@@ -29,7 +29,7 @@ from nosa_jax.infer import Engine, FrozenModel, QueueFullError, SamplingParams, 
 from nosa_jax.model import NosaLM
 
 LONGEST_PROMPT, MOST_TOKENS, CONTEXT = 300, 40, 352
-CLIENTS = 6
+CLIENTS = 24
 MIB = 2**20
 
 
@@ -101,7 +101,7 @@ def make_engine(model: FrozenModel) -> Engine:
     whole = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * 4 * CONTEXT
     return Engine(
         model, max_batch=8, max_context=CONTEXT, slots=model.config.budget.total, host_budget=8 * whole // 3,
-        prefill_chunk=128, max_queue=32, max_overtaken=4,
+        prefill_chunk=128, max_queue=12, max_overtaken=4,
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def make_sources(engine: Engine, count: int, rng: random.Random) -> list[Source]
     return sources
 
 
-def one_request(engine: Engine, source: Source, rng: random.Random) -> tuple[str, str | None]:
+def one_request(engine: Engine, source: Source, rng: random.Random, refusals: Counter[str]) -> tuple[str, str | None]:
     """Submit, let it meet its fate, and compare. Returns how it ended, and what is wrong with that."""
     eos = rng.choice(source.tokens) if rng.random() < 0.3 else None
     params = SamplingParams(
@@ -143,6 +143,7 @@ def one_request(engine: Engine, source: Source, rng: random.Random) -> tuple[str
             handle = engine.submit(source.prompt, params, timeout=timeout, on_token=on_token)
             break
         except QueueFullError:
+            refusals["queue full"] += 1
             time.sleep(0.01 * rng.random())
     if fate == "cancel":
         for count, _ in enumerate(handle_tokens(handle)):
@@ -189,6 +190,7 @@ def soak(n_requests: int, n_sources: int, seed: int, *, progress: bool) -> dict[
     jax.monitoring.register_event_duration_secs_listener(on_compile)
     wrong: list[str] = []
     ends: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
     with make_engine(make_model()) as engine:
         faults = Faults(random.Random(seed + 1), reading=0.01, every_steps=1500)
         warm_up_seconds = engine.warm_up()
@@ -208,7 +210,7 @@ def soak(n_requests: int, n_sources: int, seed: int, *, progress: bool) -> dict[
                     if begun >= n_requests:
                         return
                     begun += 1
-                end, problem = one_request(engine, own.choice(sources), own)
+                end, problem = one_request(engine, own.choice(sources), own, refusals)
                 with lock:
                     ends[end] += 1
                     if problem is not None:
@@ -249,6 +251,8 @@ def soak(n_requests: int, n_sources: int, seed: int, *, progress: bool) -> dict[
         growth = late[1] - early[1]
         if growth > 24 * MIB:
             wrong.append(f"resident memory grew by {growth / MIB:.1f} MiB from request {early[0]} to {late[0]}")
+    if not refusals:
+        wrong.append("no request found the queue full: this run shows too little")
     for name in ("cancelled", "timeout", "failed", "eos", "length"):
         if not ends[name]:
             wrong.append(f"no request ended as {name!r}: this run shows too little")
@@ -258,6 +262,7 @@ def soak(n_requests: int, n_sources: int, seed: int, *, progress: bool) -> dict[
         "sources": n_sources,
         "seed": seed,
         "ends": dict(ends),
+        "refused": dict(refusals),
         "injected": {"prompts": faults.prompts, "steps": faults.steps},
         "replayed": now.replayed,
         "steps": now.steps - base.steps,

@@ -254,14 +254,14 @@ class Engine:
             handles = self._enqueue(jobs)
             try:
                 for handle in handles:
-                    self._driver.wait(handle, lambda handle=handle: handle.done or bool(failures), None)  # type: ignore
+                    self._driver.wait(handle, lambda handle=handle: handle.done or bool(failures), None)  # type: ignore[misc]
                 if failures:
                     raise failures[0]
             except BaseException:
                 for handle in handles:
                     handle.cancel()
                 for handle in handles:
-                    self._driver.wait(handle, lambda handle=handle: handle.done, None)  # type: ignore
+                    self._driver.wait(handle, lambda handle=handle: handle.done, None)  # type: ignore[misc]
                 raise
         return [handle.result() for handle in handles]
 
