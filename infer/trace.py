@@ -37,7 +37,9 @@ class SelectionTrace:
     def __post_init__(self) -> None:
         if self.picks.ndim != 3:
             raise InputError(f"a trace has dimensions [steps, streams, picks], not {self.picks.shape}")
-        low, high = int(self.picks.min(initial=self.sink)), int(self.picks.max(initial=self.sink))
+        if not self.picks.size:
+            raise InputError(f"a trace must pick something in every step; its dimensions are {self.picks.shape}")
+        low, high = int(self.picks.min()), int(self.picks.max())
         if low < self.sink or high >= self.sink + self.n_candidates:
             raise InputError(
                 f"the trace picks blocks {low} .. {high}; candidates are {self.sink} .. "

@@ -56,12 +56,12 @@ def decode_step(batch: int, context: int, *, offload: bool):
     return compile_for_h200(step, model, state, tokens, donate_argnums=1)
 
 
-def attention(length: int, *, heads: int, kv_heads: int, head_dim: int, gradient: bool):
+def attention(length: int, *, heads: int, kv_heads: int, head_dim: int, gradient: bool, block_size: int = 64):
     def shape(*dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype)
 
     def run(q, k, v, cis, ids):
-        return sparse_attention(q, k, v, cis, ids, block_size=64)
+        return sparse_attention(q, k, v, cis, ids, block_size=block_size)
 
     def loss(*args):
         return run(*args).astype(jnp.float32).sum()
@@ -79,6 +79,10 @@ CASES = {
     "attention": lambda: attention(131_072, heads=32, kv_heads=2, head_dim=128, gradient=False),
     "attention, gradient": lambda: attention(131_072, heads=32, kv_heads=2, head_dim=128, gradient=True),
     "attention, gradient, small heads": lambda: attention(4096, heads=6, kv_heads=2, head_dim=64, gradient=True),
+    "attention, gradient, 192": lambda: attention(16_384, heads=16, kv_heads=2, head_dim=192, gradient=True),
+    "attention, gradient, 256": lambda: attention(
+        16_384, heads=16, kv_heads=2, head_dim=256, gradient=True, block_size=256
+    ),
 }
 
 

