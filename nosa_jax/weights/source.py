@@ -159,6 +159,8 @@ def find_model(path_or_id: str | Path, *, step: int | None = None, revision: str
         if step is not None:
             raise InputError(f"{str(folder)!r} is a single checkpoint, so {step=} cannot be chosen; leave step out.")
         return SafetensorsModel(folder)
+    if any(folder.glob("*.safetensors")):
+        raise InputError(f"{str(folder)!r} has safetensors files but no {CONFIG_FILE}. Copy the whole checkpoint.")
     return OrbaxModel(find_checkpoint(folder, step))
 
 

@@ -227,6 +227,11 @@ def test_folder_without_usable_weights(tmp_path) -> None:
     assert "neither 'model.safetensors' nor 'model.safetensors.index.json'" in refusal(tmp_path)
 
 
+def test_weights_without_their_config(tmp_path) -> None:
+    (write_checkpoint(tmp_path, WEIGHTS) / "config.json").unlink()
+    assert "has safetensors files but no config.json" in refusal(tmp_path)
+
+
 def test_arguments_that_the_weights_decide(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, WEIGHTS)
     assert "'num_heads' is given by the stored weights" in refusal(folder, num_heads=2)
