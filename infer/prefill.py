@@ -24,7 +24,7 @@ TOKEN_CHUNK = 4096  # tokens that go through the feed-forward layer at once; its
 
 
 def padded_length(n_tokens: int, layout: CacheLayout) -> int:
-    """The static length that a piece of `n_tokens` is padded to: 1, 1.5, 2, 3, 4, 6, 8 ... blocks.
+    """The static length that a piece of `n_tokens` is padded to: 1, 2, 3, 4, 6, 8, 12 ... blocks.
 
     Few lengths mean few compilations: about two per doubling of the context.
     """
