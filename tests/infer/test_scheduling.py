@@ -163,6 +163,27 @@ def test_a_row_that_ended_unseen_is_not_decoded_in_the_step_that_is_already_on_i
     assert pieces == earlier * SMALL.num_layers * SMALL.num_kv_heads
 
 
+def test_j2_the_cache_stays_where_it_is_while_requests_come_and_go(engine, solo):
+    """J2: joining, reading in pieces, cancelling and leaving update the same buffers in place."""
+
+    def places():
+        return [
+            getattr(layer, name).unsafe_buffer_pointer()
+            for layer in engine._scheduler.state.layers
+            for name in ("slots", "pooled_k", "cis")
+        ]
+
+    engine.submit(PROMPTS[1], GREEDY).result()
+    before = places()
+    handles = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    turn(engine, 5)
+    assert places() == before
+    handles[2].cancel()
+    engine.run_until_idle()
+    assert places() == before
+    assert [h.result().tokens for h in handles[3:]] == solo[3:]
+
+
 # Order.
 
 
