@@ -18,6 +18,7 @@ import tensorstore
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
+from nosa_jax.abandoned_reads import ignore_abandoned_reads
 from nosa_jax.config import ComputeDtype, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.model import NosaLM
@@ -241,6 +242,7 @@ def reading(what: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # storage layers and tokenizers raise many kinds
+        ignore_abandoned_reads()
         cause: BaseException = error
         while cause.__cause__ is not None:  # orbax wraps the reason in a list of its handlers
             cause = cause.__cause__
