@@ -8,7 +8,10 @@ from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.infer.prefill import TOKEN_CHUNK
 from nosa_jax.offload.layout import CacheLayout, MemoryItem
+from nosa_jax.pallas_kernels.decode_attention.plan import MAX_SPLITS
+from nosa_jax.pallas_kernels.dispatch import why_no_kernels
 from nosa_jax.pallas_kernels.sparse_attention.xla import QUERY_CHUNK
+from nosa_jax.selection import KERNEL_QUERY_CHUNK
 
 DEFAULT_PREFILL_CHUNK = 2048
 _MAX_ROWS = 4096  # planned at most without being asked for
@@ -104,12 +107,18 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
+def kernels_run(config: NosaConfig) -> bool:
+    """Whether a model of this config runs through the GPU kernels here; what a shape may keep from it is not seen."""
+    return why_no_kernels() is None and config.dtype in ("bfloat16", "float16")
+
+
 def prefill_bytes(config: NosaConfig, n_tokens: int, chunk: int | None = None) -> int:
     """Upper bound of the memory beside the cache while one row of `n_tokens` is read.
 
     Hidden states and queries of the tokens that are read at once (6 copies of T x D and of T x N x H), one layer's
     keys and values of the row (6 copies: as projected, padded, paged, gathered), one chunk of attention logits with
-    its mask (4 copies), and one chunk of the feed-forward layer, all in float32 at most.
+    its mask (4 copies), and one chunk of the feed-forward layer, all in float32 at most. Where the GPU kernels run: in
+    16 bits, and no logits, but the block scores of a chunk of queries (3 copies).
 
     Args:
       n_tokens: of the row, whole blocks.
@@ -119,9 +128,12 @@ def prefill_bytes(config: NosaConfig, n_tokens: int, chunk: int | None = None) -
     keys = n_tokens if piece == n_tokens else n_tokens + piece  # a piece is put behind room for a whole row
     wide = piece * (config.embed_dim + config.num_heads * config.head_dim) * 6
     keys_values = 2 * keys * config.num_kv_heads * config.head_dim * 6
-    logits = config.num_heads * min(QUERY_CHUNK, piece) * keys * 4
     selection = 2 * config.num_kv_heads * piece * config.budget.total
     feed_forward = min(TOKEN_CHUNK, piece) * config.ffn_dim * 4
+    if kernels_run(config):
+        scores = config.num_kv_heads * min(KERNEL_QUERY_CHUNK, piece) * config.num_blocks(keys) * 3
+        return 2 * (wide + keys_values + feed_forward) + 4 * (scores + selection)
+    logits = config.num_heads * min(QUERY_CHUNK, piece) * keys * 4
     return 4 * (wide + keys_values + logits + selection + feed_forward)
 
 
@@ -129,14 +141,19 @@ def decode_bytes(layout: CacheLayout) -> int:
     """Upper bound of the memory beside the cache during one decode step.
 
     For every row: the selected pages of one layer (3 copies: gathered, and keys and values masked), attention logits
-    and scores of all windows (3 copies), block scores (8), and the hidden states with the next token's logits (3),
-    all in float32 at most.
+    and scores of all windows (3 copies), block scores (8), and the hidden states with the next token's logits (6),
+    all in float32 at most. Where the GPU kernels run, no pages and no attention logits, but partial outputs of as many
+    parts as a row's list is cut into, and logits of all windows (2 copies).
     """
     c = layout.config
-    pages = c.num_kv_heads * layout.n_selected * 2 * c.block_size * c.head_dim * 3
-    logits = c.num_heads * (layout.n_selected * c.block_size + layout.n_windows) * 3
+    if kernels_run(c):
+        pages = c.num_heads * (c.head_dim + 2) * min(layout.n_selected, MAX_SPLITS)
+        logits = c.num_heads * layout.n_windows * 2
+    else:
+        pages = c.num_kv_heads * layout.n_selected * 2 * c.block_size * c.head_dim * 3
+        logits = c.num_heads * (layout.n_selected * c.block_size + layout.n_windows) * 3
     blocks = c.num_kv_heads * layout.n_blocks * 8
-    hidden = (c.embed_dim + c.num_heads * c.head_dim + c.ffn_dim + c.vocab_size) * 3
+    hidden = (c.embed_dim + c.num_heads * c.head_dim + c.ffn_dim + c.vocab_size) * 6
     return 4 * layout.max_batch * (pages + logits + blocks + hidden)
 
 

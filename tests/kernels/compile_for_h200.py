@@ -1,5 +1,5 @@
 """Compiles what a GPU runs for an H200, on a machine without one: `python compile_for_h200.py CASE`, with JAX's CUDA
-plugin on the path. Prints one line of JSON: bytes of the largest temporary and of all, and the custom calls.
+plugin on the path. Prints one line of JSON: bytes of temporaries and of copies, the plan's bound, and the custom calls.
 
 XLA and the kernels' compiler need a description of the device, not the device. Only what runs is missing.
 """
@@ -11,11 +11,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nosa_jax import NosaConfig, NosaLM
-from nosa_jax.infer import freeze, step
+from nosa_jax import NosaConfig, NosaLM, selection
+from nosa_jax.infer import freeze, plan, prefill, step
 from nosa_jax.offload import CacheLayout, init_state
 from nosa_jax.pallas_kernels import dispatch, sparse_attention
 
@@ -53,7 +54,24 @@ def decode_step(batch: int, context: int, *, offload: bool):
     model = jax.eval_shape(lambda: freeze(NosaLM.from_config(config)))
     state = jax.eval_shape(lambda: init_state(layout))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return compile_for_h200(step, model, state, tokens, donate_argnums=1)
+    return compile_for_h200(step, model, state, tokens, donate_argnums=1), plan.decode_bytes(layout)
+
+
+def prefill_layer(context: int, piece: int):
+    config = NosaConfig.nosa_8b(num_layers=1, param_dtype="bfloat16")
+    layout = CacheLayout(config, "nosa", 1, context, True, 2 * config.budget.total)
+    state = jax.eval_shape(lambda: init_state(layout))
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: NosaLM.from_config(config)).layers[0])
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    x = jax.ShapeDtypeStruct((1, piece, config.embed_dim), jnp.bfloat16)
+
+    def layer(parameters, x, cache, *rest):
+        run = prefill._prefill_layer.__wrapped__
+        return run(graph, parameters, x, cache, *rest, layout=layout, fresh=piece == context)
+
+    rest = (*[number] * 5, state.page_table, state.handle)
+    compiled = compile_for_h200(layer, parameters, x, state.layers[0], *rest, donate_argnums=(1, 2))
+    return compiled, plan.prefill_bytes(config, context, piece)
 
 
 def attention(length: int, *, heads: int, kv_heads: int, head_dim: int, gradient: bool, block_size: int = 64):
@@ -70,12 +88,14 @@ def attention(length: int, *, heads: int, kv_heads: int, head_dim: int, gradient
         shape(1, length, heads, head_dim), shape(1, length, kv_heads, head_dim), shape(1, length, kv_heads, head_dim),
         shape(1, length, kv_heads, dtype=jnp.float32), shape(1, length, kv_heads, 64, dtype=jnp.int32),
     )  # fmt: skip
-    return compile_for_h200(jax.grad(loss, argnums=(0, 1, 2, 3)) if gradient else run, *arrays)
+    return compile_for_h200(jax.grad(loss, argnums=(0, 1, 2, 3)) if gradient else run, *arrays), None
 
 
 CASES = {
     "decode, offloaded": lambda: decode_step(16, 65_536, offload=True),
     "decode, resident": lambda: decode_step(4, 65_536, offload=False),
+    "prefill, 128K at once": lambda: prefill_layer(131_072, 131_072),
+    "prefill, a piece of 128K": lambda: prefill_layer(131_072, 8192),
     "attention": lambda: attention(131_072, heads=32, kv_heads=2, head_dim=128, gradient=False),
     "attention, gradient": lambda: attention(131_072, heads=32, kv_heads=2, head_dim=128, gradient=True),
     "attention, gradient, small heads": lambda: attention(4096, heads=6, kv_heads=2, head_dim=64, gradient=True),
@@ -87,8 +107,9 @@ CASES = {
 
 
 def main() -> None:
-    dispatch.why_no_kernels = lambda: None  # there is no device to ask
-    compiled = CASES[sys.argv[1]]()
+    for module in (dispatch, selection, plan):
+        module.why_no_kernels = lambda: None  # there is no device to ask
+    compiled, bound = CASES[sys.argv[1]]()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     print(
         json.dumps(
@@ -97,7 +118,7 @@ def main() -> None:
                 "not_aliased": memory.output_size_in_bytes - memory.alias_size_in_bytes,
                 "copied": sorted(int(np.prod([int(d) for d in m.split(",")]))
                                  for m in re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", text)),
-                "kernels": sorted(set(re.findall(r'kernel_name = \\?"(\w+)', text)) or set()),
+                "bound": bound,
                 "calls": text.count('custom_call_target="mosaic_gpu_v2"'),
             }
         )

@@ -58,6 +58,15 @@ def test_j2_a_decode_step_copies_no_cache(case, cuda_plugin):
     assert max(report["copied"], default=0) * 4 < LAYER_CACHE[case] / 4
     assert len(report["spills"]) >= 5
     assert not any(report["spills"])
+    assert report["temporaries"] + report["not_aliased"] <= report["bound"]
+
+
+@pytest.mark.parametrize("case", ["prefill, 128K at once", "prefill, a piece of 128K"])
+def test_a_prefill_of_128k_tokens_stays_within_its_plan(case, cuda_plugin):
+    """One layer of the 8B shape: scores, selection and attention by kernels, and memory below the planned workspace."""
+    report = compiled(case, cuda_plugin)
+    assert report["calls"] >= 3
+    assert report["temporaries"] + report["not_aliased"] <= report["bound"] < 14 * 2**30
 
 
 SPILLS = {  # bytes that a kernel may keep in local memory: the sums of the backward pass fill the registers
