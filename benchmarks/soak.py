@@ -63,12 +63,12 @@ class Faults:
         read, step = scheduler.prefill_row, engine._scheduler._step
         since = 0
 
-        def read_or_fail(model: Any, state: Any, *arguments: Any) -> Any:
+        def read_or_fail(model: Any, state: Any, *arguments: Any, **options: Any) -> Any:
             if not self.on or self.rng.random() >= self.reading:
-                return read(model, state, *arguments)
+                return read(model, state, *arguments, **options)
             self.prompts += 1
             if self.rng.random() < 0.5:
-                read(model, state, *arguments)  # takes the state, and what comes of it is lost
+                read(model, state, *arguments, **options)  # takes the state, and what comes of it is lost
             raise InjectedFault("reading the prompt")
 
         def step_or_fail(*arguments: Any, **options: Any) -> Any:

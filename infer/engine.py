@@ -8,7 +8,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nosa_jax.config import AttentionKind
 from nosa_jax.errors import InputError
@@ -18,14 +20,14 @@ from nosa_jax.infer.handle import RequestHandle
 from nosa_jax.infer.jobs import Job, make_job
 from nosa_jax.infer.metrics import EngineMetrics, Recorder
 from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, MemoryPlan, make_plan
-from nosa_jax.infer.prefill import prefill_row
+from nosa_jax.infer.prefill import piece_length, prefill_row
 from nosa_jax.infer.progress import token_bar
 from nosa_jax.infer.requests import GenerationResult, Prompt, Request, check_prompts, make_requests
 from nosa_jax.infer.row_memory import RowMemory
 from nosa_jax.infer.row_steps import deactivate
 from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.infer.scheduler import Scheduler
-from nosa_jax.infer.warm_up import warm_up_prompts
+from nosa_jax.infer.warm_up import continuations, warm_up_prompts
 from nosa_jax.model import NosaLM
 from nosa_jax.offload.pages import PageAllocator
 from nosa_jax.offload.state import DecodeState
@@ -202,9 +204,25 @@ class Engine:
         prompts, params = warm_up_prompts(self.plan, sampling=sampling)
         for one, its in zip(prompts, params, strict=True):
             self.generate([one], its)
+        self._warm_up_continuations()
         deactivate(jnp.zeros(self.layout.max_batch, bool), 0)  # what a cancellation needs
         self._scheduler.delivery.recorder = Recorder(self.layout.page_bytes)
         return time.perf_counter() - start
+
+    def _warm_up_continuations(self) -> None:
+        """Read every kind of later piece into a row that pretends to hold the ones before."""
+        pieces = continuations(self.plan)
+        if not pieces:
+            return
+        with self._submitting:
+            self._revoke()
+            last = max(start + count for start, count, _ in pieces)
+            request = make_requests([np.zeros(last, np.int32)], [SamplingParams(max_new_tokens=0)], self.layout)[0]
+            state, groups = self._memory.start(self._scheduler.take_state(), 0, request, active=False)
+            for start, count, length in pieces:
+                state = prefill_row(self.model, state, 0, np.zeros(count, np.int32), start, length=length)
+            self._scheduler.state = jax.block_until_ready(state)
+            self._memory.release(groups)
 
     # All at once.
 
@@ -308,7 +326,10 @@ class Engine:
             for row, request in enumerate(requests):
                 state, _ = self._memory.start(state, row, request, active=True)
                 for start in range(0, len(request.tokens), piece):
-                    state = prefill_row(self.model, state, row, request.tokens[start : start + piece], start)
+                    tokens_now = request.tokens[start : start + piece]
+                    # The lengths that requests use too, unless the caller cuts prompts otherwise.
+                    length = None if chunk else piece_length(len(tokens_now), start, piece, self.layout)
+                    state = prefill_row(self.model, state, row, tokens_now, start, length=length)
         return state
 
     def check(self) -> None:

@@ -35,22 +35,44 @@ def padded_length(n_tokens: int, layout: CacheLayout) -> int:
     return min(size, layout.n_blocks) * block
 
 
+def continuation_lengths(chunk: int, layout: CacheLayout) -> tuple[int, ...]:
+    """The static lengths of pieces that continue a prompt read `chunk` tokens at a time: a quarter of it, and all.
+
+    Two, because there is a program for each of them and for each length of what was read before.
+    """
+    return tuple(sorted({padded_length(-(-chunk // 4), layout), padded_length(chunk, layout)}))
+
+
+def piece_length(n_tokens: int, start: int, chunk: int, layout: CacheLayout) -> int:
+    """The static length of a piece of `n_tokens` at position `start` of a prompt that is read `chunk` at a time."""
+    if start == 0:
+        return padded_length(n_tokens, layout)
+    return next(length for length in continuation_lengths(chunk, layout) if n_tokens <= length)
+
+
 def prefill_row(
-    model: FrozenModel, state: DecodeState, row: int, tokens: Int[np.ndarray, " n"], start: int
+    model: FrozenModel,
+    state: DecodeState,
+    row: int,
+    tokens: Int[np.ndarray, " n"],
+    start: int,
+    *,
+    length: int | None = None,
 ) -> DecodeState:
     """Append `tokens` to a row that holds `start` tokens; with 0 the row's old contents are forgotten.
 
-    The row's page table and capacity must be set. One compilation per padded length, and for `start` = 0 or not.
+    The row's page table and capacity must be set. One compilation per padded length of the tokens and of those before.
 
     Args:
       state: donated; the one passed in cannot be used again.
       tokens: at least one id. The row must have room for them.
+      length: whole blocks that the tokens are padded to; None for `padded_length`.
 
     Returns: the state with the row's length, cache and next-token logits updated.
     """
     layout = state.layout
     count = len(tokens)
-    padded = np.zeros((1, padded_length(count, layout)), np.int32)
+    padded = np.zeros((1, padded_length(count, layout) if length is None else length), np.int32)
     padded[0, :count] = tokens
     numbers = [jnp.asarray(n, jnp.int32) for n in (row, start, count)]
 
@@ -61,7 +83,7 @@ def prefill_row(
         graph, parameters = nnx.split(layer)
         x, layers[index] = _prefill_layer(
             graph, parameters, x, layers[index], *numbers, jnp.asarray(index, jnp.int32), state.step,
-            state.page_table, state.handle, layout=layout, fresh=start == 0,
+            state.page_table, state.handle, layout=layout, earlier=padded_length(start, layout) if start else 0,
         )  # fmt: skip
     logits = _last_logits(*nnx.split(modules), x, numbers[2])
     return state.replace(
@@ -82,7 +104,7 @@ def _last_logits(graph: Any, parameters: Any, x: jax.Array, count: jax.Array) ->
     return modules.unembed(modules.final_norm(x[0, count - 1]))
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("layout", "fresh"), donate_argnums=(2, 3))
+@partial(jax.jit, static_argnums=0, static_argnames=("layout", "earlier"), donate_argnums=(2, 3))
 def _prefill_layer(
     graph: Any,
     parameters: Any,
@@ -97,7 +119,7 @@ def _prefill_layer(
     handle: Array,
     *,
     layout: CacheLayout,
-    fresh: bool,
+    earlier: int,
 ) -> tuple[jax.Array, LayerCache]:
     config = layout.config
     layer = nnx.merge(graph, parameters)
@@ -111,12 +133,12 @@ def _prefill_layer(
         jnp.where(is_token[..., None], cis, 0),
     )
     pages = layer_pages(page_table, handle, row, layer_index, config.num_layers)
-    tokens = extend_row(cache, new, row, start, pages, layout, fresh=fresh)
+    tokens = extend_row(cache, new, row, start, pages, layout, earlier=earlier)
     length = start + count
     pooling = pool_row(tokens, length, config)
 
     if layout.attention == "dense":
-        heads = dense_attention(q, tokens.k, tokens.v, None if fresh else positions)
+        heads = dense_attention(q, tokens.k, tokens.v, positions if earlier else None)
         every = jnp.arange(layout.n_blocks, dtype=jnp.int32)
         last = jnp.where(every * config.block_size < length, every, NO_BLOCK)
         selected = jnp.broadcast_to(last, (config.num_kv_heads, layout.n_blocks))
@@ -135,7 +157,7 @@ def _prefill_layer(
             tokens.v,
             tokens.cis if config.uses_eviction_head(layout.attention) else None,
             block_ids,
-            None if fresh else positions,
+            positions if earlier else None,
             block_size=config.block_size,
         )
         selected = block_ids[0, count - 1]

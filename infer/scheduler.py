@@ -16,7 +16,7 @@ from nosa_jax.infer.delivery import Delivery
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.handle import RequestStatus
 from nosa_jax.infer.jobs import Job
-from nosa_jax.infer.prefill import padded_length, prefill_row
+from nosa_jax.infer.prefill import piece_length, prefill_row
 from nosa_jax.infer.row_memory import RowMemory
 from nosa_jax.infer.row_steps import deactivate, first_token, step_function
 from nosa_jax.infer.sampling import empty_sampling, set_row
@@ -200,13 +200,14 @@ class Scheduler:
                 row = self._free_rows[0]
                 self.rows[row] = job  # before the lock goes: who withdraws it finds it neither waiting nor lost
             heapq.heappop(self._free_rows)
-            self.state, job.groups = self.memory.start(self._own_state(), row, job.request, active=False)
+            self.state, job.groups = self.memory.start(self.take_state(), row, job.request, active=False)
             job.row = row
             self._sampling = set_row(self._sampling, row, job.request.params, job.stream)
             job.handle._advance(RequestStatus.READING)
             self._reading.append(job)
 
-    def _own_state(self) -> DecodeState:
+    def take_state(self) -> DecodeState:
+        """The rows' state, made anew where there is none; whoever donates it puts the next one into `state`."""
         if self.state is None:
             self.state = self.memory.new_state()
         return self.state
@@ -221,12 +222,12 @@ class Scheduler:
             job = self._reading[0]
             assert job.row is not None
             piece = job.request.tokens[job.read : job.read + self.prefill_chunk]
-            length = padded_length(len(piece), self.layout)
+            length = piece_length(len(piece), job.read, self.prefill_chunk, self.layout)
             if spent and spent + length > self.prefill_chunk:
                 return
             spent += length
             try:
-                self.state = prefill_row(self.model, self._own_state(), job.row, piece, job.read)
+                self.state = prefill_row(self.model, self.take_state(), job.row, piece, job.read, length=length)
             except Exception as error:
                 self._leave(job, stop=False)
                 self.delivery.fail(job, error)
@@ -256,7 +257,7 @@ class Scheduler:
             return False
         jobs = list(self._decoding.items())
         output = self._step(
-            self._leaves, self._own_state(), self._tokens, self._sampling,
+            self._leaves, self.take_state(), self._tokens, self._sampling,
             greedy=all(job.request.params.temperature == 0 for _, job in jobs),
             record=any(job.record_steps for _, job in jobs),
         )  # fmt: skip

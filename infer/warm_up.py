@@ -3,7 +3,7 @@
 import numpy as np
 
 from nosa_jax.infer.plan import MemoryPlan
-from nosa_jax.infer.prefill import padded_length
+from nosa_jax.infer.prefill import continuation_lengths, padded_length, piece_length
 from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.offload.layout import CacheLayout
 
@@ -16,22 +16,41 @@ def padded_lengths(layout: CacheLayout, n_tokens: int) -> list[int]:
     return lengths
 
 
+def _prompt_room(plan: MemoryPlan) -> int:
+    """Tokens of the longest prompt that leaves room for a new token."""
+    room = plan.layout.max_context
+    if plan.layout.offload:
+        room = min(room, plan.page_groups * plan.layout.config.block_size)
+    return room - 1
+
+
+def continuations(plan: MemoryPlan) -> list[tuple[int, int, int]]:
+    """(start, tokens, padded length) of one piece for every program that continues a prompt.
+
+    There is one for each padded length of what was read before and each of the two of the piece.
+    """
+    chunk, room = plan.prefill_chunk, _prompt_room(plan)
+    found, seen = [], set()
+    for start in range(chunk, room, chunk):
+        more = min(chunk, room - start)
+        for length in continuation_lengths(chunk, plan.layout):
+            program = padded_length(start, plan.layout), length
+            # The shortest piece that takes this length must exist.
+            if program not in seen and piece_length(min(more, length), start, chunk, plan.layout) == length:
+                seen.add(program)
+                found.append((start, min(more, length), length))
+    return found
+
+
 def warm_up_prompts(plan: MemoryPlan, *, sampling: bool) -> tuple[list[np.ndarray], list[SamplingParams]]:
     """Prompts whose reading and decoding compiles everything that a request within the plan can need (docs/09).
 
-    Reading has one program for each padded length of a whole prompt or of its first piece, and one for each of a piece
-    that continues a row; decoding has one for rows that are all greedy and one for others.
+    Reading has one program for each padded length of a whole prompt or of its first piece; decoding has one for rows
+    that are all greedy and one for others. Pieces that continue a prompt are apart: `continuations`.
     """
-    layout, chunk = plan.layout, plan.prefill_chunk
-    room = layout.max_context
-    if layout.offload:
-        room = min(room, plan.page_groups * layout.config.block_size)
-    room -= 1  # for a new token
-    whole = min(chunk, room)
-    lengths = [min(n, whole) for n in padded_lengths(layout, whole)]
-    if room > chunk:
-        more = min(chunk, room - chunk)
-        lengths += [chunk + min(n, more) for n in padded_lengths(layout, more)]
+    room = _prompt_room(plan)
+    whole = min(plan.prefill_chunk, room)
+    lengths = [min(n, whole) for n in padded_lengths(plan.layout, whole)]
     prompts = [np.zeros(n, np.int32) for n in lengths if n > 0]
     params = [SamplingParams(max_new_tokens=min(2, room + 1 - len(p))) for p in prompts]
     if sampling and prompts:

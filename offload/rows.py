@@ -48,19 +48,23 @@ def layer_pages(
 
 
 def extend_row(
-    cache: LayerCache, new: RowTokens, row: Array, start: Array, pages: RowPages, layout: CacheLayout, *, fresh: bool
+    cache: LayerCache, new: RowTokens, row: Array, start: Array, pages: RowPages, layout: CacheLayout, *, earlier: int
 ) -> RowTokens:
-    """The row's earlier tokens followed by the new ones; with `fresh` there are no earlier ones."""
-    if fresh:
+    """The row's `start` earlier tokens followed by the new ones.
+
+    earlier: room for the former in tokens, whole blocks, at least `start`; 0 where there are none.
+    """
+    if not earlier:
         return new
     block_size = layout.config.block_size
-    n_blocks = layout.n_blocks + new.k.shape[1] // block_size
+    before = earlier // block_size
+    n_blocks = before + new.k.shape[1] // block_size
     slots = lax.dynamic_slice_in_dim(cache.slots, row, 1)
     heads, _, _, _, head_dim = slots.shape[1:]
     if layout.offload:
         # Full blocks come from the host; the tail block was never written there and is in a slot.
         tail = start // block_size
-        every = jnp.broadcast_to(jnp.arange(layout.n_blocks, dtype=jnp.int32), (1, heads, layout.n_blocks))
+        every = jnp.broadcast_to(jnp.arange(before, dtype=jnp.int32), (1, heads, before))
         load = TransferList(every, every, jnp.broadcast_to(tail, (1, heads)).astype(jnp.int32))
         old = swap_in(
             pages.handle,
@@ -77,17 +81,17 @@ def extend_row(
         tail_page = jnp.where(holds_tail.any(axis=-1)[..., None, None, None, None], tail_page, 0)
         old = lax.dynamic_update_slice_in_dim(old, tail_page, tail, axis=2)
     else:
-        old = jnp.pad(slots, [(0, 0), (0, 0), (0, n_blocks - layout.n_blocks)] + [(0, 0)] * 3)
+        old = jnp.pad(slots[:, :, :before], [(0, 0), (0, 0), (0, n_blocks - before)] + [(0, 0)] * 3)
     exists = jnp.arange(n_blocks * block_size) < start
 
     def by_token(x: jax.Array) -> jax.Array:  # [1, K, M, P, ...] to [1, S, K, ...]
         x = jnp.moveaxis(x.reshape(1, heads, -1, *x.shape[4:]), 1, 2)
         return jnp.where(exists.reshape(1, -1, *(1,) * (x.ndim - 2)), x, 0)
 
-    cis = lax.dynamic_slice_in_dim(cache.cis, row, 1)
-    cis = jnp.pad(cis, [(0, 0), (0, 0), (0, n_blocks - layout.n_blocks), (0, 0)])
-    earlier = RowTokens(by_token(old[:, :, :, 0]), by_token(old[:, :, :, 1]), by_token(cis))
-    return RowTokens(*(lax.dynamic_update_slice_in_dim(a, b, start, axis=1) for a, b in zip(earlier, new, strict=True)))
+    cis = lax.dynamic_slice_in_dim(cache.cis, row, 1)[:, :, :before]
+    cis = jnp.pad(cis, [(0, 0), (0, 0), (0, n_blocks - before), (0, 0)])
+    held = RowTokens(by_token(old[:, :, :, 0]), by_token(old[:, :, :, 1]), by_token(cis))
+    return RowTokens(*(lax.dynamic_update_slice_in_dim(a, b, start, axis=1) for a, b in zip(held, new, strict=True)))
 
 
 def pool_row(tokens: RowTokens, length: Array, config: NosaConfig) -> RowPooling:

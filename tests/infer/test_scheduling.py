@@ -304,12 +304,12 @@ def test_a_callback_that_raises_ends_its_own_request(engine, solo):
 def test_a_prompt_that_cannot_be_read_ends_its_own_request(engine, solo, monkeypatch, keep_state):
     """Whether reading fails before it touched the rows' state or took it along, as running out of memory may do."""
 
-    def fail(model, state, row, tokens, start):
+    def fail(model, state, row, tokens, start, **options):
         if start == CHUNK and np.array_equal(tokens, PROMPTS[3][CHUNK : 2 * CHUNK]):
             if not keep_state:
-                real(model, state, row, tokens, start)
+                real(model, state, row, tokens, start, **options)
             raise MemoryError("RESOURCE_EXHAUSTED")
-        return real(model, state, row, tokens, start)
+        return real(model, state, row, tokens, start, **options)
 
     real = scheduler.prefill_row
     monkeypatch.setattr(scheduler, "prefill_row", fail)

@@ -67,7 +67,7 @@ def prefill_layer(context: int, piece: int):
 
     def layer(parameters, x, cache, *rest):
         run = prefill._prefill_layer.__wrapped__
-        return run(graph, parameters, x, cache, *rest, layout=layout, fresh=piece == context)
+        return run(graph, parameters, x, cache, *rest, layout=layout, earlier=0 if piece == context else context)
 
     rest = (*[number] * 5, state.page_table, state.handle)
     compiled = compile_for_h200(layer, parameters, x, state.layers[0], *rest, donate_argnums=(1, 2))
