@@ -19,8 +19,17 @@ from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
 from nosa_jax.infer.cli_chat import converse
-from nosa_jax.infer.cli_output import discard_output, generate_all, open_output, stream, write_line, write_text
-from nosa_jax.infer.cli_prompts import NamedPrompt, PromptReader, chat_options
+from nosa_jax.infer.cli_output import (
+    WriteError,
+    discard_output,
+    generate_all,
+    open_output,
+    stream,
+    write,
+    write_line,
+    write_text,
+)
+from nosa_jax.infer.cli_prompts import STDIN, NamedPrompt, PromptReader, chat_options
 from nosa_jax.infer.engine import Engine
 from nosa_jax.infer.frozen import freeze
 from nosa_jax.infer.plan import DoesNotFitError, make_plan
@@ -104,7 +113,10 @@ class GenerateConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Generate from the command line. Returns 0; 2 for bad input and for what does not fit; 130 when interrupted."""
+    """Generate from the command line.
+
+    Returns 0; 1 where results cannot be written; 2 for bad input and for what does not fit; 130 when interrupted.
+    """
     for name in ("absl", "asyncio"):  # orbax and its tasks log tracebacks of failures that are reported below
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -119,6 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:
         discard_output()
+        return 1
+    except WriteError as error:
+        discard_output()
+        print(f"nosa-generate: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -165,13 +181,11 @@ def _generate(config: GenerateConfig) -> None:
     weight_bytes = jax.eval_shape(lambda: freeze(NosaLM(model_config, rngs=nnx.Rngs(0)))).nbytes
     plan = make_plan(model_config, weight_bytes=weight_bytes, **sizes)
     if config.plan:
-        print(plan)
+        write(f"{plan}\n")
         return
 
     with contextlib.ExitStack() as stack:
-        lines = open_output(config.output)
-        if lines is not None:
-            stack.enter_context(lines)
+        lines = stack.enter_context(open_output(config.output, config.jsonl))
         engine = stack.enter_context(Engine(_load(source, config), tokenizer=tokenizer, **sizes))
         start = time.perf_counter()
         names = [p.name for p in prompts]
@@ -194,6 +208,8 @@ def _generate(config: GenerateConfig) -> None:
 
 def _require_sense(config: GenerateConfig) -> None:
     """Refuse options that would have no effect."""
+    if [*config.prompt_file, *config.jsonl].count(STDIN) > 1:
+        raise InputError("stdin (-) can be read once; name it in --prompt-file or in --jsonl, and once only")
     if config.output is not None and not config.jsonl:
         raise InputError(f"--output {config.output!r} is for the results of --jsonl; redirect stdout for texts")
     for name, given in (("--system", config.system is not None), ("--chat-option", bool(config.chat_option))):

@@ -1,10 +1,11 @@
 """A conversation on the terminal."""
 
+import io
 import sys
 
 from nosa_jax.errors import InputError
 from nosa_jax.infer.cli_output import stream
-from nosa_jax.infer.cli_prompts import NamedPrompt, PromptReader
+from nosa_jax.infer.cli_prompts import NamedPrompt, PromptReader, require_stdin
 from nosa_jax.infer.engine import Engine
 from nosa_jax.infer.requests import GenerationResult
 
@@ -19,11 +20,14 @@ def converse(engine: Engine, reader: PromptReader, *, record_steps: bool) -> tup
 
     Returns: what to call the turns, and their results.
     """
+    require_stdin()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused like any other
     turns: list[dict[str, str]] = []
     names: list[str] = []
     results: list[GenerationResult] = []
     _note(f"Type a message; {_NEW} begins another conversation, Ctrl-D ends.")
-    while (line := _next_line()) is not None:
+    while line := _next_line():
         text = line.strip()
         if text == _NEW:
             turns.clear()
@@ -42,9 +46,9 @@ def converse(engine: Engine, reader: PromptReader, *, record_steps: bool) -> tup
     return names, results
 
 
-def _next_line() -> str | None:
+def _next_line() -> str:
     _note("> ", end="")
-    return sys.stdin.readline() or None
+    return sys.stdin.readline()
 
 
 def _note(text: str, end: str = "\n") -> None:

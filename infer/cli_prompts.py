@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from nosa_jax.errors import InputError
 from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.tokenizer import Tokenizer
 
-STDIN = "-"
+STDIN = "-"  # in place of a file's name
 _CONTENT = ("prompt", "messages", "tokens")
-_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+_INTEGERS, _NUMBERS, _STOP = ("max_new_tokens", "top_k", "seed"), ("temperature", "top_p"), "stop"
+_SAMPLING = (*_INTEGERS, *_NUMBERS, _STOP)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class PromptReader:
     def _line(self, where: str, line: bytes) -> NamedPrompt:
         try:
             values = json.loads(line)
-        except ValueError as error:  # among them bytes that are no UTF-8
+        except (ValueError, RecursionError) as error:  # among them bytes that are no UTF-8, and lists within lists
             raise InputError(f"{where} is no JSON: {error}. Every line must be a table by itself.") from error
         given = [key for key in _CONTENT if isinstance(values, dict) and key in values]
         if len(given) != 1:
@@ -111,7 +113,7 @@ class PromptReader:
                 return self._user(content) if self.chat else self.tokenizer.encode(content, bos=True)
             case "messages" if isinstance(content, list) and content:
                 return self.conversation(content)
-            case "tokens" if isinstance(content, list) and content and all(type(i) is int for i in content):
+            case "tokens" if isinstance(content, list) and content and all(map(_is_id, content)):
                 return np.asarray(content, np.int64)  # the engine checks their range
         kinds = {"prompt": "a text", "messages": "a list of messages", "tokens": "a list of ids"}
         raise InputError(f"{key} must be {kinds[key]} that is not empty, not {content!r:.100}")
@@ -122,24 +124,49 @@ def _at(where: str) -> Iterator[None]:
     """Name the place in errors that are raised inside."""
     try:
         yield
-    except (InputError, TypeError) as error:
+    except InputError as error:
         raise InputError(f"{where}: {error}") from error
 
 
+def _is_id(value: Any) -> bool:
+    """Whether a JSON value can be a token's id at all; the engine checks its range."""
+    return type(value) is int and abs(value) < 2**63
+
+
 def _changed(params: SamplingParams, values: dict[str, Any]) -> SamplingParams:
-    # JSON writes whole numbers without a point.
-    values = {k: float(v) if k in ("temperature", "top_p") and type(v) is int else v for k, v in values.items()}
-    stop = values.get("stop")
-    if stop is not None:
-        values = values | {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}
-    return dataclasses.replace(params, **values)
+    return dataclasses.replace(params, **{key: _checked(key, value) for key, value in values.items()})
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A JSON value in the type of its parameter, whose limits SamplingParams checks."""
+    match value:
+        case int() if key in _INTEGERS and type(value) is int:
+            return value
+        case int() | float() if key in _NUMBERS and not isinstance(value, bool):
+            return math.inf if isinstance(value, int) and abs(value) > sys.float_info.max else float(value)
+        case str() if key == _STOP:
+            return (value,)
+        case list() if key == _STOP and all(isinstance(text, str) for text in value):
+            return tuple(value)
+    kind = "an integer" if key in _INTEGERS else "a number" if key in _NUMBERS else "a text or a list of texts"
+    raise InputError(f"{key} must be {kind}, not {value!r:.100}")
+
+
+def require_stdin() -> None:
+    """Raise InputError where the program was started without a standard input."""
+    if sys.stdin is None:
+        raise InputError("stdin is closed; give a file, or start the program with an input")
 
 
 def _read(what: str, name: str) -> bytes:
+    if name == STDIN:
+        require_stdin()
+        return sys.stdin.buffer.read()
     try:
-        return sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read the {what} {name!r}: {error.strerror}. Give a readable file.") from error
+        return Path(name).read_bytes()
+    except (OSError, ValueError) as error:  # a name may be none at all
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot read the {what} {name!r}: {reason}. Give a readable file.") from error
 
 
 def chat_options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any
+    tokenizer: Tokenizer, messages: Sequence[Any], /, *, add_generation_prompt: bool = True, **variables: Any
 ) -> str:
     """The text of a conversation as the model was trained to read it.
 
@@ -34,7 +34,8 @@ def render_chat(
       variables: further ones that the template knows, like enable_thinking=False.
 
     Raises:
-      InputError: the tokenizer has no template, a message is none, or the template refuses the conversation.
+      InputError: the tokenizer has no template, a message is none, a variable has the name of the conversation, or
+        the template is damaged or refuses the conversation.
     """
     if tokenizer.chat_template is None:
         raise InputError(
@@ -44,18 +45,20 @@ def render_chat(
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"message {index} must be a table with `role` and `content`, not {message!r}")
+    if "messages" in variables:
+        raise InputError("`messages` is the name of the conversation in a template; give the variable another name")
     special = {k: v for k, v in getattr(tokenizer, "special_tokens", {}).items() if v is not None}
+    names = {"tools": None, "documents": None, **special, **variables}
+    names |= {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
     try:
-        return _compiled(tokenizer.chat_template).render(
-            **({"tools": None, "documents": None} | special | variables),
-            messages=[dict(m) for m in messages],
-            add_generation_prompt=add_generation_prompt,
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        return _compiled(tokenizer.chat_template).render(names)
+    except InputError:
+        raise
+    except Exception as error:  # the template is a program: it may raise whatever Python raises
         raise InputError(f"the model's chat template refuses this conversation: {error}") from error
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Any], **variables: Any) -> np.ndarray:
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Any], /, **variables: Any) -> np.ndarray:
     """int32 ids of `render_chat`'s text. Templates write bos themselves, so none is put before it."""
     return tokenizer.encode(render_chat(tokenizer, messages, **variables))
 
@@ -81,11 +84,13 @@ def _compiled(template: str) -> jinja2.Template:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"the model's chat template is no valid Jinja: line {error.lineno}: {error}") from error
+    except (SyntaxError, RecursionError) as error:  # too deeply nested for Python
+        raise InputError(f"the model's chat template cannot be compiled: {error}") from error
 
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **form: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **form)

@@ -7,7 +7,7 @@ Storage: https://orbax.readthedocs.io (v1 API).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 from nosa_jax.abandoned_reads import ignore_abandoned_reads
 from nosa_jax.config import ComputeDtype, NosaConfig
 from nosa_jax.errors import InputError
+from nosa_jax.folders import write_folder
 from nosa_jax.model import NosaLM
 from nosa_jax.tokenizer import Tokenizer, tokenizer_from_dict
 
@@ -93,18 +94,32 @@ def export_model(
 ) -> Path:
     """Write parameters, config and tokenizer, without optimizer state, for `load_model` and inference.
 
-    The folder appears whole or not at all. Raises InputError where `path` already holds something.
+    The folder appears whole or not at all. Raises InputError where `path` already holds something, and OSError where
+    it cannot be written.
     """
-    path = Path(path).absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{str(path)!r} already exists and is not an empty folder. Export to another path.")
     _, params = split_model(model)
     # A model read from files of several dtypes keeps them; the config knows only one.
     own = {name: str(p.dtype) for name, p in params.items() if str(p.dtype) != model.config.param_dtype}
-    with checkpoint_context():
-        meta = make_meta(model.config, tokenizer, metadata=metadata or {}, **({"dtypes": own} if own else {}))
-        ocp.save_checkpointables(path, {"params": params, "meta": meta}, overwrite=path.exists())
-    return path
+    meta = make_meta(model.config, tokenizer, metadata=metadata or {}, **({"dtypes": own} if own else {}))
+
+    def write(folder: Path) -> None:
+        made = folder / "made"  # by orbax, which leaves unfinished folders beside it
+        try:
+            with checkpoint_context():
+                saving = ocp.save_checkpointables_async(made, {"params": params, "meta": meta})
+                try:
+                    saving.result()
+                except KeyboardInterrupt:  # threads go on writing: let them end, or removing the folder would fail
+                    with suppress(Exception):
+                        saving.result()
+                    raise
+        except (ValueError, RuntimeError) as error:  # the storage layer's names for a write that failed
+            raise OSError(f"{str(path)!r} cannot be written: {error}") from error
+        for item in made.iterdir():
+            item.rename(folder / item.name)
+        made.rmdir()
+
+    return write_folder(path, write)
 
 
 def load_model(
@@ -228,7 +243,8 @@ def read_descriptions(item: Path) -> None:
     tracebacks would reach stderr from tensorstore's threads.
     """
     if (item / "manifest.ocdbt").exists():
-        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{item}/"}).result()
+        base = {"driver": "file", "path": f"{item}/"}  # not a URL, in which "#" and "?" would have a meaning
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
         for key in store.list().result():
             if key.endswith(b"zarr.json"):
                 store.read(key).result()

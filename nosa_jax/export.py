@@ -14,8 +14,8 @@ import tyro
 from nosa_jax.checkpoint import export_model, find_checkpoint, is_checkpoint
 from nosa_jax.config import ComputeDtype
 from nosa_jax.errors import InputError
+from nosa_jax.folders import write_folder
 from nosa_jax.weights.source import ModelSource, OrbaxModel, find_model
-from nosa_jax.weights.writer import write_folder
 
 _INTERRUPTED = 130  # what shells report for SIGINT
 _CHECKPOINTS = "checkpoints"  # of a training run's folder
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     except KeyboardInterrupt:
-        print("\nnosa-export: interrupted; nothing was left behind", file=sys.stderr)
+        print("\nnosa-export: interrupted; no unfinished folder was left behind", file=sys.stderr)
         return _INTERRUPTED
     print(path)
     return 0

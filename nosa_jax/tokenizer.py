@@ -160,9 +160,21 @@ class JsonTokenizer:
             ) from error
 
     def encode(self, text: str | bytes, *, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """int32 ids of the text; raises UnicodeDecodeError where bytes are not UTF-8."""
+        """int32 ids of the text.
+
+        Raises UnicodeDecodeError where bytes are not UTF-8, and InputError where a string holds a lone surrogate.
+        """
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        try:
+            ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        except TypeError as error:
+            wrong = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if wrong is None:
+                raise
+            raise InputError(
+                f"the text is not Unicode: {text[wrong]!r} at character {wrong} is half of a character, or a byte that "
+                "is not UTF-8. Convert the text; only models that were trained on bytes take any."
+            ) from error
         return _framed(ids, self.bos_id if bos else None, self.eos_id if eos else None)
 
     def decode(self, ids: Any) -> str:

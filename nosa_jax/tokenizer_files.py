@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from nosa_jax.errors import InputError
+from nosa_jax.json_files import read_json
 from nosa_jax.tokenizer import BYTES, ByteTokenizer, JsonTokenizer, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -93,15 +94,7 @@ def _bytes_spec(tokenizer: ByteTokenizer) -> str:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{str(path)!r} cannot be read: {error}. Copy the checkpoint again.") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{str(path)!r} must hold a table of keys, not {type(values).__name__}.")
-    return values
+    return read_json(path) if path.is_file() else {}
 
 
 def _token_text(value: Any, role: str, folder: Path) -> str | None:
@@ -123,7 +116,10 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """A file of its own, or the setting: a text, or a list of named ones of which "default" is taken."""
     jinja, table = (folder / name for name in TEMPLATE_FILES)
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{str(jinja)!r} cannot be read: {error}. Copy the checkpoint again.") from error
     found = _optional_json(table).get("chat_template", settings.get("chat_template"))
     if isinstance(found, list):
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, Mapping)}

@@ -5,15 +5,12 @@ names of the authors' attention module (https://github.com/thunlp/NOSA), which f
 without the table gets the values that are fixed there.
 """
 
-import json
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from nosa_jax.config import AttentionKind, ComputeDtype, EvictionVariant, NosaConfig
 from nosa_jax.errors import InputError
-from nosa_jax.weights.rope_scaling import longrope_scaling, rope_fields
+from nosa_jax.weights.rope_scaling import is_positive, longrope_scaling, rope_fields
 
 CONFIG_FILE = "config.json"
 _MODEL_TYPES = ("llama", "minicpm")
@@ -32,6 +29,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "attention_multiplier": (None,),
+    "logits_scaling": (1, None),
+    "logit_scale": (1, None),
+    "use_qk_norm": (False, None),
+    "qk_layernorm": (False, None),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
@@ -53,19 +57,6 @@ _SPARSE_DEFAULTS = {
     "attention": None,
     "eviction": "ed_dma",
 }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds a table. Raises InputError naming the file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{str(path)!r} is missing. Give the folder of a whole checkpoint.") from error
-    except (OSError, ValueError) as error:  # among them damaged JSON and bytes that are no UTF-8
-        raise InputError(f"{str(path)!r} cannot be read: {error}. Copy the checkpoint again.") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{str(path)!r} must hold a table of keys, not {type(values).__name__}.")
-    return values
 
 
 def config_from_json(values: Mapping[str, Any], *, has_eviction_head: bool = True, **changes: Any) -> NosaConfig:
@@ -101,7 +92,7 @@ def config_from_json(values: Mapping[str, Any], *, has_eviction_head: bool = Tru
         num_kv_heads=_integer(values, "num_key_value_heads", heads),
         head_dim=_head_dim(values, heads),
         rms_norm_eps=_positive(values, "rms_norm_eps", 1e-6),
-        tie_embeddings=bool(values.get("tie_word_embeddings", kind == "minicpm")),
+        tie_embeddings=_flag(values, "tie_word_embeddings", kind == "minicpm"),
         max_context=_integer(values, "max_position_embeddings", NosaConfig.max_context),
         attention="nosa" if has_eviction_head else "dense",
     )
@@ -165,19 +156,26 @@ def config_to_json(config: NosaConfig) -> dict[str, Any]:
 def _integer(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
     found = values.get(key)
     found = default if found is None else found
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        what = "is missing" if found is None else f"is {found!r}"
-        raise InputError(f"{key} {what} in config.json; it must be an integer of at least 1.")
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found < 2**31:
+        what = "is missing" if found is None else f"is {found!r:.40}"
+        raise InputError(f"{key} {what} in config.json; it must be an integer of at least 1 and below 2**31.")
     return found
 
 
 def _positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
     found = values.get(key)
     found = default if found is None else found
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        what = "is missing" if found is None else f"is {found!r}"
+    if not is_positive(found):
+        what = "is missing" if found is None else f"is {found!r:.40}"
         raise InputError(f"{key} {what} in config.json; it must be a positive number.")
     return float(found)
+
+
+def _flag(values: Mapping[str, Any], key: str, default: bool) -> bool:
+    found = values.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise InputError(f"{key} is {found!r} in config.json; it must be true or false.")
+    return default if found is None else found
 
 
 def _head_dim(values: Mapping[str, Any], heads: int) -> int:
@@ -195,7 +193,7 @@ def _head_dim(values: Mapping[str, Any], heads: int) -> int:
 
 
 def _all_full_attention(key: str, value: Any) -> bool:
-    return key == "layer_types" and isinstance(value, list) and set(value) <= {"full_attention"}
+    return key == "layer_types" and isinstance(value, list) and all(v == "full_attention" for v in value)
 
 
 def _scales(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -258,9 +256,14 @@ def _sparse_fields(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return fields if merged["attention"] is None else fields | {"attention": merged["attention"]}
 
 
+def stored_dtype(values: Mapping[str, Any]) -> Any:
+    """The dtype of the weights, as a config.json names it; None where it does not. Newer files call it `dtype`."""
+    return values.get("dtype") if values.get("torch_dtype") is None else values["torch_dtype"]
+
+
 def _dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of the activations; parameters keep what their files hold."""
-    stored = values.get("torch_dtype", values.get("dtype"))
+    stored = stored_dtype(values)
     given = {"param_dtype": stored, "dtype": values.get("compute_dtype", stored)}
     names = {key: str(value).removeprefix("torch.") for key, value in given.items() if value is not None}
     for name in names.values():

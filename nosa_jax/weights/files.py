@@ -5,6 +5,7 @@ until it is closed, so a large tensor is read through several openings. Format: 
 """
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from nosa_jax.errors import InputError
-from nosa_jax.weights.config_json import read_json
+from nosa_jax.json_files import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -81,7 +82,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
         wanted = [name for name, where in table.items() if where == file]
         if Path(file).name != file:
             raise InputError(f"{str(index)!r} names {file!r} for {wanted[0]!r}, which is no file of its own folder.")
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):  # unlike Path, it takes any text for a name
             raise InputError(
                 f"the file {file!r} of {str(folder)!r} is missing; the index has {wanted[0]!r} and "
                 f"{len(wanted) - 1} other tensors in it. Copy the whole checkpoint."

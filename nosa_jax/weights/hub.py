@@ -1,5 +1,6 @@
 """The folder of a checkpoint, fetched from the Hugging Face Hub where no folder of that name exists."""
 
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from nosa_jax.errors import InputError
 
 # What a checkpoint needs: no code, no weights in other formats.
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
+_NO_FILES = ["*/*"]  # folders of a repository hold the same weights in other forms
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -20,10 +22,10 @@ def checkpoint_folder(path_or_id: str | Path, revision: str | None = None) -> Pa
       InputError: neither exists, or the repository cannot be reached; says how to give a folder instead.
     """
     path = Path(path_or_id).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path, it takes any text for a name
         return path.absolute()
     name = str(path_or_id)
-    if path.exists():
+    if os.path.exists(path):
         raise InputError(f"{name!r} is a file. Give the checkpoint's folder.")
     if isinstance(path_or_id, Path) or not _ID.fullmatch(name):
         raise InputError(
@@ -31,7 +33,9 @@ def checkpoint_folder(path_or_id: str | Path, revision: str | None = None) -> Pa
             "repository of the Hugging Face Hub as owner/name."
         )
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=_FILES, ignore_patterns=_NO_FILES)
+        )
     except GatedRepoError as error:
         raise InputError(
             f"the repository {name!r} asks for permission. Log in with `hf auth login`, or {_folder_form(name)}"

@@ -34,9 +34,10 @@ def require_tensors(config: NosaConfig, stored: Mapping[str, StoredTensor]) -> d
     extra = [n for n in stored if n not in wanted and not is_computed(n) and not (spare and n == spare.name)]
     if missing := [n for n in wanted if n not in stored]:
         if len(missing) == len(wanted):
+            other = f"but for example {extra[0]!r} is" if extra else "nor is any other"
             raise InputError(
-                f"these are weights of another architecture: none of {len(wanted)} expected tensors is there, but for "
-                f"example {extra[0] if extra else 'none at all'!r} is. Give a checkpoint of NOSA, Llama or MiniCPM."
+                f"these are weights of another architecture: none of {len(wanted)} expected tensors is there, {other}. "
+                "Give a checkpoint of NOSA, Llama or MiniCPM."
             )
         why = (
             " The config has tie_word_embeddings=false, so it cannot be the embedding."

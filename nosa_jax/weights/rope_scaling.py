@@ -1,10 +1,16 @@
 """The `rope_scaling` of a config.json as one fixed factor per pair of dimensions."""
 
 import math
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from nosa_jax.errors import InputError
+
+_KEYS = (
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "short_factor", "long_factor", "attention_factor",
+)  # fmt: skip
 
 
 def rope_fields(values: Mapping[str, Any], head_dim: int, max_context: int) -> dict[str, Any]:
@@ -27,7 +33,7 @@ def rope_fields(values: Mapping[str, Any], head_dim: int, max_context: int) -> d
         scaling = {}
     if not isinstance(scaling, Mapping):
         raise InputError(f"{key}={scaling!r} must be a table or null.")
-    theta = _number(scaling, "rope_theta", key, values.get("rope_theta", 10_000.0))
+    theta = _theta(scaling, key, values)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     factors: tuple[float, ...] | None = None
     attention_factor = 1.0
@@ -47,6 +53,9 @@ def rope_fields(values: Mapping[str, Any], head_dim: int, max_context: int) -> d
                 f"{key}.rope_type={kind!r} is not supported; default, linear, llama3 and longrope are. Other types "
                 "change their frequencies with the length, or are not known here: use another checkpoint."
             )
+    for name, value in scaling.items():
+        if name not in _KEYS and not (name == "partial_rotary_factor" and value in (1, None)):
+            raise InputError(f"{key}.{name}={value!r:.100} is not supported; known are {', '.join(_KEYS)}.")
     return {"rope_theta": theta, "rope_factors": factors, "rope_attention_factor": attention_factor}
 
 
@@ -77,6 +86,14 @@ def _llama3(scaling: Mapping[str, Any], key: str, theta: float, half: int) -> tu
     return tuple(factors)
 
 
+def _theta(scaling: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> float:
+    """In the table, or beside it."""
+    found = values.get("rope_theta") if scaling.get("rope_theta") is None else scaling["rope_theta"]
+    if found is not None and not is_positive(found):
+        raise InputError(f"rope_theta={found!r:.40} must be a positive, finite number.")
+    return 10_000.0 if found is None else float(found)
+
+
 def _longrope(
     scaling: Mapping[str, Any], key: str, values: Mapping[str, Any], half: int, max_context: int
 ) -> tuple[float, ...]:
@@ -96,14 +113,15 @@ def _longrope_attention_factor(scaling: Mapping[str, Any], key: str, values: Map
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor", key)
     original = _original_context(scaling, values)
-    extended = values.get("max_position_embeddings", original) / original
+    extended = (values.get("max_position_embeddings") or original) / original
     factor = _number(scaling, "factor", key, extended) if extended == 1 else extended
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _original_context(scaling: Mapping[str, Any], values: Mapping[str, Any]) -> int:
     name = "original_max_position_embeddings"
-    found = scaling.get(name, values.get(name, values.get("max_position_embeddings")))
+    found = next((v for v in (scaling.get(name), values.get(name)) if v is not None), None)
+    found = values.get("max_position_embeddings") if found is None else found
     if isinstance(found, bool) or not isinstance(found, int) or found < 2:
         raise InputError(f"{name}={found!r} must be an integer of at least 2 for rope_type 'longrope'.")
     return found
@@ -111,7 +129,7 @@ def _original_context(scaling: Mapping[str, Any], values: Mapping[str, Any]) -> 
 
 def _factors(scaling: Mapping[str, Any], name: str, key: str, half: int) -> tuple[float, ...]:
     found = scaling.get(name)
-    if not isinstance(found, list) or len(found) != half or not all(_is_positive(f) for f in found):
+    if not isinstance(found, list) or len(found) != half or not all(is_positive(f) for f in found):
         has = f"; it has {len(found)} entries" if isinstance(found, list) else ""
         raise InputError(f"{key}.{name} must be a list of {half} positive numbers, one per pair of head_dim{has}.")
     return tuple(float(f) for f in found)
@@ -119,10 +137,11 @@ def _factors(scaling: Mapping[str, Any], name: str, key: str, half: int) -> tupl
 
 def _number(scaling: Mapping[str, Any], name: str, key: str, default: Any = None) -> float:
     found = scaling.get(name, default)
-    if not _is_positive(found):
-        raise InputError(f"{key}.{name}={found!r} must be a positive, finite number.")
+    if not is_positive(found):
+        raise InputError(f"{key}.{name}={found!r:.40} must be a positive, finite number.")
     return float(found)
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def is_positive(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of a JSON file is a number above 0 that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

@@ -25,10 +25,11 @@ from nosa_jax.checkpoint import (
 )
 from nosa_jax.config import ComputeDtype, NosaConfig
 from nosa_jax.errors import InputError
+from nosa_jax.json_files import read_json
 from nosa_jax.model import DELTA_INITIALIZER, NosaLM
 from nosa_jax.tokenizer import Tokenizer
 from nosa_jax.tokenizer_files import read_tokenizer
-from nosa_jax.weights.config_json import CONFIG_FILE, config_from_json, read_json
+from nosa_jax.weights.config_json import CONFIG_FILE, config_from_json, stored_dtype
 from nosa_jax.weights.files import StoredTensor, stored_tensors
 from nosa_jax.weights.hub import checkpoint_folder
 from nosa_jax.weights.names import Tensor, has_eviction_head, tied_head
@@ -70,9 +71,12 @@ class OrbaxModel:
         **changes: Any,
     ) -> NosaLM:
         """Read the weights; see `NosaLM.from_pretrained`. seed is not needed, since every parameter is there."""
+        if dtype is not None:
+            changes |= {"dtype": dtype, "param_dtype": dtype}
         _require_no_shapes(changes)
+        config = _changed(self.config, changes)  # refused before anything is read
         model, _, _ = load_model(self.folder, dtype=dtype, place=place)
-        return _assembled(_changed(model.config, changes), split_model(model)[1]) if changes else model
+        return _assembled(config, split_model(model)[1]) if changes else model
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,13 @@ class SafetensorsModel:
         """The config with some fields set by the caller. Raises InputError naming what cannot be used."""
         _require_no_shapes(changes)
         file = self.folder / CONFIG_FILE
+        values, has_head = read_json(file), has_eviction_head(self.stored)
         try:
-            config = config_from_json(read_json(file), has_eviction_head=has_eviction_head(self.stored), **changes)
+            config = config_from_json(values, has_eviction_head=has_head, **changes)
         except InputError as error:
             raise InputError(f"{str(file)!r}: {error}") from error
         dtype = common_dtype(self._tensors(config).values(), self.stored)
-        own_dtype = {} if "torch_dtype" in read_json(file) or "dtype" in read_json(file) else {"dtype": dtype}
+        own_dtype = {"dtype": dtype} if stored_dtype(values) is None else {}
         return dataclasses.replace(config, **({"param_dtype": dtype} | own_dtype | changes))
 
     @functools.cached_property

@@ -1,9 +1,6 @@
 """A model as config.json and safetensors files under the reference's names."""
 
 import json
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -14,6 +11,7 @@ from safetensors.numpy import save_file
 
 from nosa_jax.checkpoint import split_model
 from nosa_jax.errors import InputError
+from nosa_jax.folders import write_folder
 from nosa_jax.model import NosaLM
 from nosa_jax.tokenizer import Tokenizer
 from nosa_jax.tokenizer_files import write_tokenizer
@@ -37,7 +35,10 @@ def save_pretrained(
         split = _split(abstract, max_shard_size)
         for file, names in split.filename_to_tensors.items():
             arrays = {name: _as_stored(tensors[name], params[tensors[name].parameter]) for name in names}
-            save_file(arrays, target / file, metadata={"format": "np"})
+            try:
+                save_file(arrays, target / file, metadata={"format": "np"})
+            except SafetensorError as error:  # the library's own name for a write that failed
+                raise OSError(f"{file!r} cannot be written: {error}") from error
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (target / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -48,28 +49,6 @@ def save_pretrained(
         (target / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     return write_folder(folder, write)
-
-
-def write_folder(folder: str | Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a folder that then appears whole under its name, or not at all.
-
-    Raises:
-      InputError: the folder exists and is not empty.
-      OSError: it cannot be written; what had been written is removed.
-    """
-    path = Path(folder).absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{str(path)!r} already exists and is not an empty folder. Give another path.")
-    unfinished = path.parent / f".{path.name}.unfinished-{os.getpid()}"
-    try:
-        unfinished.mkdir(parents=True)
-        write(unfinished)
-        unfinished.rename(path)
-    except SafetensorError as error:  # the library's own name for a write that failed
-        raise OSError(f"{str(path)!r} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return path
 
 
 def _split(abstract: dict[str, jax.ShapeDtypeStruct], max_shard_size: int | str) -> huggingface_hub.StateDictSplit:

@@ -1,11 +1,13 @@
 """`nosa-export`: from every format into every other, and how it refuses."""
 
 import dataclasses
+import resource
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from nosa_jax import NosaLM
 from nosa_jax.checkpoint import load_model, make_meta, split_model
@@ -126,6 +128,40 @@ def test_interrupted(capsys, byte_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("nosa_jax.weights.writer.save_file", interrupt)
     assert main(["safetensors", str(byte_model), str(tmp_path / "out")]) == 130
     assert "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["orbax", "safetensors"])
+def test_file_that_cannot_be_written_whole(capsys, byte_model, tmp_path, kind) -> None:
+    """The system refuses bytes beyond a limit, as a full disk does; nothing is left of the folder."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        message = refusal(capsys, kind, str(byte_model), str(tmp_path / "out"), code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "could not be written" in message
+    assert "File too large" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_orbax_export_interrupted_while_threads_write(capsys, byte_model, tmp_path, monkeypatch) -> None:
+    """They are waited for, so that nothing of the folder is left."""
+    start = ocp.save_checkpointables_async
+
+    class Interrupted:
+        def __init__(self, *args):
+            self.saving, self.asked = start(*args), 0
+
+        def result(self):
+            self.asked += 1
+            if self.asked == 1:
+                raise KeyboardInterrupt
+            self.saving.result()
+
+    monkeypatch.setattr(ocp, "save_checkpointables_async", Interrupted)
+    assert main(["orbax", str(byte_model), str(tmp_path / "out")]) == 130
+    assert "no unfinished folder was left behind" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

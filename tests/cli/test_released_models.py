@@ -211,6 +211,16 @@ def test_jsonl_of_stdin_and_statistics(capsys, released, monkeypatch) -> None:
         ('{"tokens": ["x"]}', ["in.jsonl:2: tokens must be a list of ids"]),
         ('{"tokens": [999999]}', ["in.jsonl:2: ", "999999", "0 .. 258"]),
         ('{"prompt": "x", "temperature": -1}', ["in.jsonl:2: temperature=-1"]),
+        ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", ["in.jsonl:2: temperature=inf"]),
+        ('{"prompt": "x", "temperature": "hot"}', ["in.jsonl:2: temperature must be a number, not 'hot'"]),
+        ('{"prompt": "x", "top_p": null}', ["in.jsonl:2: top_p must be a number, not None"]),
+        ('{"prompt": "x", "top_p": NaN}', ["in.jsonl:2: top_p=nan"]),
+        ('{"prompt": "x", "seed": 1.5}', ["in.jsonl:2: seed must be an integer, not 1.5"]),
+        ('{"prompt": "x", "max_new_tokens": true}', ["in.jsonl:2: max_new_tokens must be an integer, not True"]),
+        ('{"prompt": "x", "stop": 5}', ["in.jsonl:2: stop must be a text or a list of texts, not 5"]),
+        ('{"prompt": "x", "stop": null}', ["in.jsonl:2: stop must be a text or a list of texts, not None"]),
+        ('{"tokens": [1' + "0" * 30 + "]}", ["in.jsonl:2: tokens must be a list of ids"]),
+        ("[" * 100_000, ["in.jsonl:2 is no JSON"]),
         ('{"prompt": "x", "max_new_tokens": 5000}', ["in.jsonl:2 has 2 tokens", "5000"]),
         ('{"messages": [{"role": "user", "content": "x"}]}', ["in.jsonl:2: this tokenizer has no chat template"]),
     ],
@@ -226,6 +236,7 @@ def test_line_that_cannot_be_used_is_named(capsys, released, tmp_path, line, wor
     ("argv", "words"),
     [
         (["--jsonl", "/no/file"], ["cannot read the JSONL file '/no/file'"]),
+        (["--jsonl", "-", "--prompt-file", "-"], ["stdin (-) can be read once"]),
         (["--prompt", "x", "--output", "out"], ["--output 'out'", "--jsonl"]),
         (["--prompt", "x", "--system", "y"], ["--system has no effect without --chat"]),
         (["--prompt", "x", "--chat-option", "a=1"], ["--chat-option has no effect"]),
@@ -254,6 +265,39 @@ def test_output_that_cannot_be_written(capsys, released, tmp_path) -> None:
         str(tmp_path / "no" / "out"),
     )
     assert "cannot write the output" in refusal(capsys, *argv)
+
+
+def test_output_is_not_one_of_the_inputs(capsys, released, tmp_path) -> None:
+    file = write_lines(tmp_path / "in.jsonl", {"prompt": "x"})
+    argv = ("--model", str(released), "--jsonl", file, "--max-new-tokens", "0")
+    assert "one of the files that prompts are read from" in refusal(capsys, *argv, "--output", f"{tmp_path}/./in.jsonl")
+    assert json.loads((tmp_path / "in.jsonl").read_text()) == {"prompt": "x"}
+
+
+def test_results_that_cannot_be_written_end_with_a_word(capsys, released, tmp_path, monkeypatch) -> None:
+    """A full disk, as a file and as stdout, and no stdout at all."""
+    file = write_lines(tmp_path / "in.jsonl", {"prompt": PROMPT, "max_new_tokens": 0})
+    argv = ["--model", str(released), *SAMPLING]
+    assert main([*argv, "--jsonl", file, "--output", "/dev/full"]) == 1
+    assert "cannot write to /dev/full: No space left on device" in capsys.readouterr().err
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert main([*argv, "--prompt", PROMPT]) == 1
+    assert "cannot write to stdout: No space left on device" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert main([*argv, "--plan"]) == 1
+    assert "stdout is closed" in capsys.readouterr().err
+
+
+def test_jsonl_survives_a_stdout_that_is_not_utf8(released, tmp_path, monkeypatch) -> None:
+    """Also an id that no encoding can hold."""
+    file = write_lines(tmp_path / "in.jsonl", '{"prompt": "x", "id": "\\ud800\\u00e9", "max_new_tokens": 0}\n')
+    for encoding in ("ascii", "utf-8"):
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["--model", str(released), "--jsonl", file, *SAMPLING]) == 0
+        assert json.loads(out.buffer.getvalue())["id"] == "\ud800é"
 
 
 # Chat.
@@ -300,3 +344,17 @@ def test_conversation_on_stdin(capsys, chatty, monkeypatch) -> None:
     assert captured.err.count("nosa-generate: ") == 1
     assert "the plan holds 64 per row" in captured.err
     assert "message 2" in captured.err
+
+
+def test_conversation_without_or_with_a_strange_input(capsys, chatty, monkeypatch) -> None:
+    argv = ["--model", str(chatty), "--chat", *ANSWER]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", None)
+        assert "stdin is closed" in refusal(capsys, *argv)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\nhello\n"), encoding="utf-8"))
+    assert generate(capsys, *argv) == reply(chatty, [{"role": "user", "content": "hello"}]) + "\n"
+
+
+def test_chat_option_of_the_conversation_s_name(capsys, chatty) -> None:
+    argv = ("--model", str(chatty), "--chat", "--prompt", "hello", *ANSWER, "--chat-option", "messages=1")
+    assert "`messages` is the name of the conversation" in refusal(capsys, *argv)

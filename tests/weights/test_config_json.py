@@ -57,6 +57,16 @@ def test_newer_spelling_of_rope_and_dtype() -> None:
     assert (config.rope_theta, config.rope_factors, config.dtype) == (500.0, (4.0,) * 4, "bfloat16")
 
 
+def test_null_is_the_same_as_missing() -> None:
+    config = parse(
+        tie_word_embeddings=None, max_position_embeddings=None, torch_dtype=None, dtype="float16", rope_theta=None,
+        rope_scaling=longrope(original_max_position_embeddings=128, rope_theta=None),
+    )  # fmt: skip
+    assert (config.tie_embeddings, config.max_context, config.dtype) == (False, 131_072, "float16")
+    assert (config.rope_theta, config.rope_attention_factor) == (10_000.0, 1.0)
+    assert parse(**minicpm(tie_word_embeddings=None)).tie_embeddings
+
+
 def longrope(**changes):
     return {"rope_type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS} | changes
 
@@ -175,6 +185,23 @@ def test_config_of_every_kind_survives() -> None:
         ({"sparse_config": {"kernel_size": "32"}}, ["sparse_config.kernel_size='32'"]),
         ({"sparse_config": {"attention": "sparse"}}, ["sparse_config.attention='sparse'", "infllmv2"]),
         ({"sparse_config": 3}, ["sparse_config=3"]),
+        ({"tie_word_embeddings": "false"}, ["tie_word_embeddings is 'false'", "true or false"]),
+        ({"num_attention_heads": 10**30}, ["num_attention_heads is 1000", "below 2**31"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps is 1000", "positive number"]),
+        ({"rope_theta": 10**400}, ["rope_theta=1000"]),
+        ({"layer_types": [["full_attention"]]}, ["layer_types"]),
+        ({"logit_scale": 0.5}, ["logit_scale=0.5"]),
+        ({"embedding_multiplier": 12.0}, ["embedding_multiplier=12.0"]),
+        ({"use_qk_norm": True}, ["use_qk_norm=True"]),
+        (
+            {"rope_scaling": ..., "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            ["rope_parameters.partial_rotary_factor=0.5"],
+        ),
+        (
+            {"rope_scaling": ..., "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            ["rope_parameters.full_attention", "known are rope_type"],
+        ),
+        ({"rope_scaling": longrope(short_mscale=1.2)}, ["rope_scaling.short_mscale=1.2"]),
     ],
 )  # fmt: skip
 def test_w2_what_cannot_be_used_is_named(changes, words) -> None:

@@ -43,6 +43,7 @@ def test_repository_is_fetched_without_code_or_other_formats(hub, tmp_path) -> N
     assert (name, options["revision"]) == ("owner/NOSA-1B", "v2")
     patterns = options["allow_patterns"]
     assert "*.safetensors" in patterns
+    assert options["ignore_patterns"] == ["*/*"]  # the same weights in other forms
     assert not any(p.endswith(ending) or p == "*" for p in patterns for ending in (".py", ".bin", ".pt"))
 
 
@@ -54,7 +55,9 @@ def test_folder_of_that_name_comes_first(hub, tmp_path, monkeypatch) -> None:
     assert hub.calls == []
 
 
-@pytest.mark.parametrize("name", ["./model", "/no/model", "model", "a/b/c", "~/no-such-model", "owner/mo del"])
+@pytest.mark.parametrize(
+    "name", ["./model", "/no/model", "model", "a/b/c", "a\0b", "a" * 5000, "~/no-such-model", "owner/mo del"]
+)
 def test_what_is_no_repository_is_only_looked_for_as_a_folder(hub, name, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"there is no checkpoint folder .*owner/name"):

@@ -76,9 +76,10 @@ def test_w2_shards_of_mixed_dtypes_keep_theirs(tmp_path) -> None:
     assert np.isfinite(logits).all()
 
 
-def test_dtype_that_the_config_does_not_name_is_that_of_most_weights(tmp_path) -> None:
-    model = NosaLM.from_pretrained(write_checkpoint(tmp_path, WEIGHTS, dtype="bfloat16", torch_dtype=...))
-    assert model.config.dtype == model.config.param_dtype == "bfloat16"
+@pytest.mark.parametrize("unnamed", [..., None])
+def test_dtype_that_the_config_does_not_name_is_that_of_most_weights(tmp_path, unnamed) -> None:
+    model = NosaLM.from_pretrained(write_checkpoint(tmp_path, WEIGHTS, dtype="float16", torch_dtype=unnamed))
+    assert model.config.dtype == model.config.param_dtype == "float16"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -200,13 +201,30 @@ def test_w2_index_and_files_that_disagree(tmp_path) -> None:
         assert "index.json" in refusal(folder)
 
 
+@pytest.mark.parametrize("file", ["", ".", "..", "/etc/passwd", "a/b", "a\0b", "z" * 300, "\ud800", "config.json"])
+def test_w2_index_that_names_what_is_no_shard(tmp_path, file) -> None:
+    """Neither is anything outside the folder opened, nor does a strange name end in another error."""
+    folder = write_checkpoint(tmp_path, WEIGHTS, files=2)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(WEIGHTS, file)}))
+    message = refusal(folder)
+    assert "missing" in message or "no file of its own folder" in message or "config.json' cannot be read" in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_of_lists_within_lists(tmp_path, name) -> None:
+    folder = write_checkpoint(tmp_path, WEIGHTS, files=2)
+    (folder / name).write_text('{"a": ' + "[" * 100_000)
+    assert f"{str(folder / name)!r} cannot be read" in refusal(folder)
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.999])
 def test_truncated_file_is_named(tmp_path, keep) -> None:
     folder = write_checkpoint(tmp_path, WEIGHTS)
     file = folder / "model.safetensors"
     os.truncate(file, keep if isinstance(keep, int) else int(file.stat().st_size * keep))
     message = refusal(folder)
-    assert f"{str(file)!r} cannot be read" in message
+    assert message.startswith(f"{str(file)!r} cannot be read")  # config.json is not what is wrong
     assert "copy it again" in message
 
 

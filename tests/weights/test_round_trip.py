@@ -177,6 +177,26 @@ def test_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
     MODEL.save_pretrained(tmp_path / "empty")  # an empty folder may be filled
 
 
+@pytest.mark.parametrize("name", ["a b%41", "c#d?e", "é; &'x"])
+def test_folders_of_any_name(tmp_path, name) -> None:
+    """In a URL some of these characters would mean something."""
+    folder = tmp_path / name
+    MODEL.save_pretrained(folder / "safetensors")
+    export_model(folder / "orbax", MODEL)
+    for kind in ("safetensors", "orbax"):
+        assert_same_bits(NosaLM.from_pretrained(folder / kind), MODEL)
+
+
+def test_change_that_cannot_be_is_refused_before_weights_are_read(tmp_path, monkeypatch) -> None:
+    MODEL.save_pretrained(tmp_path / "safetensors")
+    export_model(tmp_path / "orbax", MODEL)
+    monkeypatch.setattr("nosa_jax.weights.source.read_parameters", None)
+    monkeypatch.setattr("nosa_jax.weights.source.load_model", None)
+    for kind in ("safetensors", "orbax"):
+        with pytest.raises(InputError, match="local_blocks=0 must be an integer"):
+            find_model(tmp_path / kind).load(local_blocks=0)
+
+
 def test_read_only_folder(tmp_path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()

@@ -112,6 +112,8 @@ def test_rendering_and_ids() -> None:
         ("{% for m in messages %}\n    {{ m.role }};\n{% endfor %}", "    system;\n    user;\n"),
         ("{{ strftime_now('%Y')[:2] }}", "20"),
         ("{{ tools is none }}", "True"),
+        ("{{ 'é' | tojson(ensure_ascii=true) }}", '"\\u00e9"'),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, separators=(',', ':')) }}", '{"a":2,"b":1}'),
     ],
 )
 def test_what_templates_may_use(template, text) -> None:
@@ -124,6 +126,8 @@ def test_what_templates_may_use(template, text) -> None:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[5].content.upper() }}", "no element 5|has no element"),
         ("{% for m in messages %}", "no valid Jinja"),
+        ("{% for m in messages %}" * 30 + "{% endfor %}" * 30, "cannot be compiled"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses.*recursion"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses"),  # the sandbox
         ("{{ messages.append(1) }}", "refuses"),
         ("{{ ''.__class__.mro() }}", "refuses"),
@@ -132,6 +136,24 @@ def test_what_templates_may_use(template, text) -> None:
 def test_template_that_refuses_or_reaches_out(template, words) -> None:
     with pytest.raises(InputError, match=words):
         render_chat(chat_tokenizer(template), HELLO)
+
+
+def test_variables_of_any_name() -> None:
+    """None of them is taken for an argument of the functions that pass it on."""
+    tokenizer = chat_tokenizer("{{ tokenizer }}{{ self }}{{ template }}{{ bos_token }}")
+    names = {"tokenizer": 1, "self": 2, "template": 3, "bos_token": 4}
+    assert render_chat(tokenizer, HELLO, **names).startswith("1")
+    assert encode_chat(tokenizer, HELLO, **names).size
+    with pytest.raises(InputError, match="`messages` is the name of the conversation"):
+        encode_chat(tokenizer, HELLO, messages=1)
+
+
+def test_half_a_character() -> None:
+    """JSON and arguments can hold it; bytes take it."""
+    for half in ("\ud800", "\udcff"):
+        with pytest.raises(InputError, match="at character 6 is half of a character"):
+            JsonTokenizer(spec()).encode(f"hello {half}")
+        assert ByteTokenizer().encode(f"hello {half}").size == 9
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user"}], ["hello"], [{"content": "x"}], [{"role": 1, "content": "x"}]])
@@ -162,6 +184,13 @@ def test_damaged_files_are_named(tmp_path, file, text, words) -> None:
     folder = folder_with(tmp_path)
     (folder / file).write_text(text)
     with pytest.raises(InputError, match=words):
+        read_tokenizer(folder)
+
+
+def test_template_file_that_is_no_text(tmp_path) -> None:
+    folder = folder_with(tmp_path)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"chat_template\.jinja' cannot be read"):
         read_tokenizer(folder)
 
 
