@@ -58,7 +58,7 @@ def test_several_prompts_from_text_and_files(capsys, byte_model, expected, tmp_p
     file = tmp_path / "latin1.txt"
     file.write_bytes(b"caf\xe9 " * 7)  # no UTF-8: bytes take anything
     argv = ("--model", str(byte_model), "--prompt", PROMPT, PROMPT[:37], "--prompt-file", str(file))
-    text = generate(capsys, *argv, *SAMPLING, "--max-batch", "2")
+    text = generate(capsys, *argv, *SAMPLING, "--max-batch", "2", "--slots", "6")  # the layout of JSONL tests
     assert re.findall("^=== (.*)$", text, re.MULTILINE) == ["prompt 0", "prompt 1", repr(str(file))]
     assert text.startswith(f"=== prompt 0\n{expected}\n=== prompt 1\n")
 
