@@ -16,6 +16,7 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     return code, shown.out, shown.err
 
 
+@pytest.mark.slow
 def test_all_systems_are_measured_beside_their_floors(monkeypatch, capsys, tmp_path):
     """A table, JSON and a picture; every row says where its selection comes from."""
     code, out, _ = run(

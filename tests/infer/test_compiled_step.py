@@ -72,6 +72,7 @@ def test_j2_the_cache_stays_where_it_is_and_the_old_state_is_gone():
         assert np.isfinite(decode_step(model, state, np.zeros(ROWS, np.int32))[0]).all()
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up_whatever_the_length():
     """Promise 4: after one prompt of each padded length, prompts of every length the plan allows, in full and partly
     filled batches, through `generate` and by hand, with other parameters, compile nothing."""

@@ -454,6 +454,7 @@ def test_no_and_one_token(engine, solo):
     assert list(one) == solo[0][:1]
 
 
+@pytest.mark.slow
 def test_stop_strings_end_a_row_that_the_device_would_go_on_with():
     model = random_model(ONE_LAYER.replace(vocab_size=259))
     with offloaded(model, tokenizer=ByteTokenizer()) as engine:

@@ -55,6 +55,7 @@ def test_c3_killed_after_a_save_resumes_to_the_same_run(tmp_path, run_config, sm
     assert _bits(result.model) == _bits(uninterrupted.model)
 
 
+@pytest.mark.slow
 def test_c3_last_step_is_saved_off_the_interval(tmp_path, run_config, small) -> None:
     config = run_config(
         tmp_path / "run", checkpoint_every=5, dense=Phase(steps=7, seq_len=16, batch=2, attention="dense"),
@@ -64,6 +65,7 @@ def test_c3_last_step_is_saved_off_the_interval(tmp_path, run_config, small) -> 
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["5", "7"]
 
 
+@pytest.mark.slow
 def test_c3_full_disk_is_a_failure_that_names_the_last_good_step(tmp_path, run_config, small, monkeypatch) -> None:
     """A limit on the size of files stands for the full disk; it starts after the first checkpoint."""
     config = run_config(

@@ -29,6 +29,7 @@ def plain(tmp_path):
     return write_checkpoint(tmp_path / "plain", weights, dtype="bfloat16", **CHANGES)
 
 
+@pytest.mark.slow
 def test_nosa_is_switched_on_by_continued_training(tmp_path, plain, run_config) -> None:
     """The run keeps the checkpoint's config, its eviction head learns, and a copy of the run needs no checkpoint."""
     config = run_config(

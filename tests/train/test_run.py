@@ -195,6 +195,7 @@ def test_step_that_is_not_finite_anywhere_is_not_saved(tmp_path, run_config, sma
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_export_that_fails_is_named_and_can_be_repeated(tmp_path, run_config, small, monkeypatch) -> None:
     def full(*_):
         raise OSError(28, "No space left on device")

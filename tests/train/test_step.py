@@ -120,6 +120,7 @@ def test_masked_targets_change_nothing(small) -> None:
     np.testing.assert_allclose(loss(state, batch)[0], loss(state, short)[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_remat_changes_memory_not_results(small) -> None:
     skeleton, state, _ = _make(small)
     batch = _batch(small, 2, 64)
