@@ -28,7 +28,8 @@ from environment import environment
 from nosa_jax import NosaConfig, NosaLM
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer import FrozenModel, decode_step, freeze, step
-from nosa_jax.offload import CacheLayout, DecodeState, init_state
+from nosa_jax.infer.throughput import filled_state
+from nosa_jax.offload import CacheLayout, DecodeState
 
 
 @dataclass(frozen=True)
@@ -45,41 +46,6 @@ class Options:
     link_gb_per_s: float = 55.0
     """Host link bandwidth, for the floor."""
     out: Path = Path("benchmarks/results")
-
-
-def filled_state(layout: CacheLayout, pool: HostPool | None, length: int) -> DecodeState:
-    """A state whose rows hold `length` tokens of random contents, the latest blocks in the slots."""
-    config = layout.config
-    state = init_state(layout, None if pool is None else pool.handle)
-    n_blocks, batch = layout.n_blocks, layout.max_batch
-    key = jax.random.key(0)
-    windows = config.num_windows(length)
-    first = max(0, config.num_blocks(length) - layout.n_slots)
-    layers = []
-    for index, layer in enumerate(state.layers):
-        keys = jax.random.split(jax.random.fold_in(key, index), 3)
-        ranks = jnp.where(
-            jnp.arange(layout.n_blocks) <= windows * config.pool_stride // config.block_size, 0.0, -jnp.inf
-        )
-        blocks = jnp.arange(first, first + layout.n_slots, dtype=jnp.int32)
-        layers.append(
-            type(layer)(
-                **{name: getattr(layer, name) for name in ("key_sums", "rank_sums", "selected", "cis")},
-                slots=jax.random.normal(keys[0], layer.slots.shape, layer.slots.dtype),
-                slot_block=jnp.broadcast_to(blocks, layer.slot_block.shape) + 0,
-                last_used=layer.last_used,
-                pooled_k=jax.random.normal(keys[1], layer.pooled_k.shape, layer.pooled_k.dtype),
-                block_rank=jax.random.normal(keys[2], layer.block_rank.shape) + ranks,
-            )
-        )
-    table = np.arange(batch * n_blocks, dtype=np.int32).reshape(batch, n_blocks)
-    return state.replace(
-        layers=tuple(layers),
-        lengths=jnp.full(batch, length, jnp.int32),
-        capacity=jnp.full(batch, layout.max_context, jnp.int32),
-        active=jnp.ones(batch, bool),
-        page_table=jnp.asarray(table),
-    )
 
 
 def busy_seconds(model: FrozenModel, state: DecodeState, tokens: jax.Array) -> tuple[float, DecodeState]:
