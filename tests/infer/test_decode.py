@@ -95,9 +95,9 @@ def test_b7_prefill_in_pieces_of_any_size(whole, sizes):
             state = engine.prefill([prompt], chunk=chunk)
             np.testing.assert_array_equal(selected_ids(state)[:, 0], ids[:, 0, n - 1])
             assert_close(state.logits[0], logits[0, n - 1], 2e-5)
-            if chunk == 1:
-                one_by_one = [statistics_of(layer, 0, n) for layer in state.layers]
-            for layer, expected in zip(state.layers, one_by_one, strict=True):
+            if chunk == sizes[0]:
+                first = [statistics_of(layer, 0, n) for layer in state.layers]
+            for layer, expected in zip(state.layers, first, strict=True):
                 for name, value in statistics_of(layer, 0, n).items():
                     assert_close(value, expected[name], 1e-5)
             trace = run_steps(MODEL, state, np.tile(TOKENS[0, n : n + 2 * P + 1], (ROWS, 1)))
