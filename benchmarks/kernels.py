@@ -20,8 +20,9 @@ import matplotlib
 import tyro
 from environment import environment
 from selections import drifting_selection, union_size
-from timing import matmul_rate, memory_bandwidth, seconds_per_call
+from timing import matmul_rate, seconds_per_call
 
+from nosa_jax.infer.rates import measure_rates
 from nosa_jax.pallas_kernels import decode_attention, pooled_scores, select_blocks, sparse_attention
 
 matplotlib.use("Agg")
@@ -292,7 +293,7 @@ def plot(report: Report, path: Path) -> None:
 def main() -> int:
     """Time what was asked for and write the figures."""
     options = tyro.cli(Options, description=__doc__)
-    report = Report(memory_bandwidth(), matmul_rate())
+    report = Report(measure_rates().memory, matmul_rate())
     print(f"memory {report.bandwidth / 1e12:.2f} TB/s, matrix products {report.matmul / 1e12:.0f} TFLOP/s", flush=True)
     for name, section in (("decode", decode), ("scores", scores), ("sequence", sequence)):
         if name in options.sections:

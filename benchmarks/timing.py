@@ -56,13 +56,6 @@ def seconds_per_call(
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def memory_bandwidth(gigabytes: float = 4.0) -> float:
-    """Bytes per second that this device reads when it does nothing else: the sum of a large array."""
-    x = jnp.ones(int(gigabytes * 1e9 / 2), jnp.bfloat16)
-    taken = seconds_per_call({"sum": (lambda c, x: c + (x + c.astype(x.dtype)).sum(), jnp.zeros(()), [x])}, repeats=3)
-    return x.nbytes / taken["sum"]
-
-
 def matmul_rate(size: int = 8192) -> float:
     """Floating-point operations per second of a large bfloat16 matrix product on random data."""
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)

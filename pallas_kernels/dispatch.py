@@ -25,6 +25,8 @@ _preferred = jax.make_user_context(default_value=None)  # part of the key of eve
 def default_implementation(implementation: Implementation | None) -> Iterator[None]:
     """Run what is called or traced inside this context with the named implementation where a call names none.
 
+    Operations that have no implementation of that name choose for themselves, as without this context.
+
     Raises:
       ValueError: the name is not one of `IMPLEMENTATIONS`.
     """
