@@ -1,5 +1,6 @@
 """The programs that a GPU runs, compiled for an H200 without one: they compile, spill nothing and copy no cache."""
 
+import fcntl
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).parents[2]
 LAYER_CACHE = {  # bytes of one layer's slots in the decode cases of compile_for_h200.py
@@ -23,25 +24,41 @@ LAYER_CACHE = {  # bytes of one layer's slots in the decode cases of compile_for
 def cuda_plugin() -> Path:
     """JAX's CUDA plugin of this very version, in a folder of its own: where it is installed, JAX looks for a driver."""
     folder = ROOT / "build" / f"cuda-plugin-{jax.__version__}"
-    if not (folder / "jax_plugins" / "xla_cuda13").is_dir():
-        wanted = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *wanted]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        if found.returncode:
-            pytest.skip(f"JAX's CUDA plugin cannot be installed here: {found.stderr.strip().splitlines()[-1:]}")
+    folder.parent.mkdir(exist_ok=True)
+    with (folder.parent / "cuda-plugin.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes need it, and one fetches it
+        if not (folder / "complete").exists():
+            wanted = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", folder]
+            try:
+                found = run([*command, *wanted], seconds=240)
+            except subprocess.TimeoutExpired as error:
+                pytest.skip(f"JAX's CUDA plugin cannot be installed here: {error}")
+            if found.returncode:
+                pytest.skip(f"JAX's CUDA plugin cannot be installed here: {found.stderr.strip().splitlines()[-1:]}")
+            (folder / "complete").touch()
     return folder
+
+
+def run(command: list[str | Path], *, seconds: float, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command that takes seconds, and kill it if it takes minutes."""
+    return subprocess.run(
+        command, env=os.environ | environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        timeout=seconds,
+    )  # fmt: skip
 
 
 def compiled(case: str, plugin: Path) -> dict:
     """What compile_for_h200.py says of a case, with the bytes that each kernel spills under "spills"."""
     script = Path(__file__).with_name("compile_for_h200.py")
-    environment = os.environ | {
-        "PYTHONPATH": str(plugin),
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no cuDNN or driver to ask for its version
-        "JAX_PLATFORMS": "",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-    }
-    found = subprocess.run([sys.executable, script, case], capture_output=True, text=True, check=False, env=environment)
+    found = run(
+        [sys.executable, script, case],
+        seconds=240,
+        PYTHONPATH=str(plugin),
+        JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",  # no cuDNN or driver to ask for its version
+        JAX_PLATFORMS="",
+        MOSAIC_GPU_DUMP_PTXAS="1",
+    )
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
     report = json.loads(next(line for line in found.stdout.splitlines() if line.startswith("{")))
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", found.stdout + found.stderr)
