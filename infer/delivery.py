@@ -1,11 +1,16 @@
 """Handing tokens to their owners, and ending requests: the host's side of a round."""
 
+from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
+
+from nosa_jax.infer.in_flight import InFlight
 from nosa_jax.infer.jobs import Job
 from nosa_jax.infer.metrics import Recorder
 from nosa_jax.infer.row_steps import unpack_token
 from nosa_jax.offload.layout import CacheLayout
+from nosa_jax.offload.state import StepCounts
 from nosa_jax.tokenizer import Tokenizer
 
 # How a token ended its request: in a way that the device knows of (it has taken the row out already), or not.
@@ -22,6 +27,40 @@ class Delivery:
         self._layout, self._tokenizer = layout, tokenizer
         self.recorder = Recorder(layout.page_bytes)
         self.interruption: BaseException | None = None
+
+    def hand_out(self, sent: InFlight, report: np.ndarray, began: float, now: float) -> Iterator[tuple[Job, End]]:
+        """Hand out the tokens of what was dispatched, step by step, and count the steps.
+
+        The host reads the steps of a dispatch together, so each of them counts as taking the same time, and its tokens
+        as coming at its end. Jobs that are done, from before or by a token of an earlier step, get nothing more.
+
+        Args:
+          report: `sent.report`, read. began, now: when the device began with it, and when it was read.
+
+        Yields: jobs that are done now, with how their last token ended them.
+        """
+        if not report.ndim:
+            ((_, job),) = sent.jobs
+            if not job.handle.done and (end := self.token(job, int(report), now)) is not None:
+                yield job, end
+            return
+        seconds = (now - began) / len(report)
+        rows = np.count_nonzero(
+            report[:, :, 3], axis=1
+        ).tolist()  # a row that is decoded selects its own block at least
+        for its_rows, sums in zip(rows, report[:, :, 1:5].sum(axis=1, dtype=np.int64).tolist(), strict=True):
+            self.recorder.step(its_rows, seconds, sums)
+        counts = None if sent.counts is None else StepCounts(*(np.asarray(x) for x in sent.counts))
+        for index, tokens in enumerate(report[:, :, 0].tolist()):
+            for row, job in sent.jobs:
+                if job.handle.done:
+                    continue
+                job.report = report[index, row]
+                if counts is not None and job.record_steps:
+                    job.counts.append(StepCounts(*(x[index, :, row] for x in counts)))
+                end = self.token(job, tokens[row], began + (index + 1) * seconds)
+                if end is not None:
+                    yield job, end
 
     def token(self, job: Job, packed: int, now: float) -> End | None:
         """Hand out one token of a job that is not done; returns how it ended the job, if it did."""

@@ -48,6 +48,9 @@ class Engine:
       tokenizer: turns text prompts into ids and results into text.
       prefill_chunk: tokens of prompts that are read between two decode steps, at most. Fewer let running requests
         wait less when others come, more read long prompts faster.
+      steps_per_dispatch: decode steps that are dispatched at once where no request is kept waiting by it, 1 to
+        `max_context`. More spend less of the host's time per token, and tokens come in groups of so many. They are the
+        same tokens.
       max_queue: most requests that may wait in `submit`; None for any number.
       max_overtaken: how often a request that waits for pages may be overtaken by ones that need fewer.
 
@@ -69,9 +72,15 @@ class Engine:
         host_budget: int | float | str | None = None,
         tokenizer: Tokenizer | None = None,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        steps_per_dispatch: int = 1,
         max_queue: int | None = None,
         max_overtaken: int = 8,
     ) -> None:
+        if not 1 <= steps_per_dispatch <= max_context:
+            raise InputError(
+                f"steps_per_dispatch={steps_per_dispatch} must be from 1 to max_context={max_context}, more steps than "
+                "any request takes; 1 hands out every token by itself, 4 to 16 save most of the host's time"
+            )
         for name, value, least in (("max_queue", max_queue, 1), ("max_overtaken", max_overtaken, 0)):
             if value is not None and value < least:
                 raise InputError(f"{name}={value} must be at least {least}")
@@ -95,8 +104,9 @@ class Engine:
         self._memory = RowMemory(self.plan)
         self._pool = self._memory.pool
         self._scheduler = Scheduler(
-            self.model, self._memory, tokenizer, prefill_chunk=prefill_chunk, max_overtaken=max_overtaken
-        )
+            self.model, self._memory, tokenizer, prefill_chunk=prefill_chunk, steps_per_dispatch=steps_per_dispatch,
+            max_overtaken=max_overtaken,
+        )  # fmt: skip
         self._driver = Driver(self._scheduler)
         self._submitting = threading.Lock()  # a state is revoked before others' pages are given out, and not meanwhile
         self._handed_out = False  # whether a caller may still hold a state whose rows have pages
@@ -201,7 +211,7 @@ class Engine:
         self._check_open()
         self._check_idle("warm_up")
         start = time.perf_counter()
-        prompts, params = warm_up_prompts(self.plan, sampling=sampling)
+        prompts, params = warm_up_prompts(self.plan, sampling=sampling, at_once=self._scheduler.steps_per_dispatch)
         for one, its in zip(prompts, params, strict=True):
             self.generate([one], its)
         self._warm_up_continuations()

@@ -58,7 +58,8 @@ class Histogram:
 class StepMetrics:
     """One decode step, summed over layers, KV heads and rows.
 
-    rows: that were decoded. seconds: from the step before, or from its dispatch where the device was idle.
+    rows: that were decoded. seconds: from the step before, or from its dispatch where the device was idle; steps that
+    were dispatched together share their time evenly.
     """
 
     rows: int
@@ -92,7 +93,7 @@ class EngineMetrics:
     total, last: all decode steps together, and the latest one (None before the first).
     min_locality: least locality of any layer, KV head and step with a full selection; NaN where there was none.
     time_to_first_token, time_per_output_token, step_seconds: per request from submission, per token after the first,
-      per decode step.
+      per decode step. A token counts as coming with its step, also where its caller gets it with those of later ones.
     """
 
     submitted: int

@@ -14,17 +14,17 @@ from nosa_jax.infer.sampling import SamplingState, finished, sample
 from nosa_jax.offload.state import DecodeState, StepCounts
 
 
-class StepOutput(NamedTuple):
-    """What a decode step gives.
+class StepsOutput(NamedTuple):
+    """What n decode steps give.
 
-    report: what the host reads of it, one small array: per row the token (see `unpack_token`); the step's hits, misses,
-      selected and kept blocks over all layers and KV heads; the row's hits and misses and the bits of its least
-      locality since it was started.
-    counts: the step's own copy of `state.last`, where it was asked for.
+    report: what the host reads of them, one small array: for each step and row the token (see `unpack_token`); the
+      step's hits, misses, selected and kept blocks over all layers and KV heads; the row's hits and misses and the bits
+      of its least locality since it was started.
+    counts: the steps' own copies of `state.last`, where they were asked for, with a leading axis of n.
     """
 
     tokens: Int[Array, "B"]
-    report: Int[Array, "B 8"]
+    report: Int[Array, "n B 8"]
     counts: StepCounts | None
     state: DecodeState
     sampling: SamplingState
@@ -112,31 +112,60 @@ def unpack_locality(bits: np.integer) -> float:
 
 
 @lru_cache(maxsize=16)
-def step_function(structure: Any) -> Callable[..., StepOutput]:
-    """The compiled decode step of all models of one structure.
+def steps_function(structure: Any) -> Callable[..., StepsOutput]:
+    """The compiled decode steps of all models of one structure: one program for each number of steps at once.
+
+    A row that ends within the steps, by an end-of-sequence id or by its limit, is not active in the rest of them: it
+    writes nothing, fetches nothing and keeps its token.
 
     Args:
       structure: of a `FrozenModel`, as `jax.tree.structure` gives it.
 
-    Returns: a function of (the model's leaves, state, tokens, sampling), with the static `greedy` (every row that is
-      decoded has temperature 0) and `record` (also give the step's counts). It donates the state. It takes leaves
-      because taking an 8B model's 300 modules apart costs half a millisecond a call.
+    Returns: a function of (the model's leaves, state, tokens, sampling), with the static `steps`, `greedy` (every row
+      that is decoded has temperature 0) and `record` (also give the steps' counts). It donates state and sampling. It
+      takes leaves because taking an 8B model's 300 modules apart costs half a millisecond a call.
     """
 
-    @partial(jax.jit, static_argnames=("greedy", "record"), donate_argnums=1)
-    def generate_step(
-        leaves: list[Any], state: DecodeState, tokens: Array, sampling: SamplingState, *, greedy: bool, record: bool
-    ) -> StepOutput:
-        logits, state = step(jax.tree.unflatten(structure, leaves), state, tokens)
-        sampled, advanced = sample(logits, sampling, greedy=greedy)
-        tokens = jnp.where(state.active, sampled, tokens)
-        sampling = sampling._replace(generated=jnp.where(state.active, advanced.generated, sampling.generated))
-        done = state.active & finished(tokens, sampling)
-        counts = (*state.last, state.total.hits, state.total.misses)
-        sums = [jnp.sum(x, axis=(0, 2), dtype=jnp.int32) for x in counts]
-        locality = jax.lax.bitcast_convert_type(state.min_locality.min(axis=(0, 2)), jnp.int32)
-        report = jnp.stack([_pack(tokens, done), *sums, locality], axis=1)
-        last = state.last if record else None
-        return StepOutput(tokens, report, last, state.replace(active=state.active & ~done), sampling)
+    @partial(jax.jit, static_argnames=("steps", "greedy", "record"), donate_argnums=(1, 3))
+    def generate_steps(
+        leaves: list[Any],
+        state: DecodeState,
+        tokens: Array,
+        sampling: SamplingState,
+        *,
+        steps: int,
+        greedy: bool,
+        record: bool,
+    ) -> StepsOutput:
+        model = jax.tree.unflatten(structure, leaves)
 
-    return generate_step
+        def one(
+            carry: tuple[DecodeState, Array, Array], _: None
+        ) -> tuple[tuple[DecodeState, Array, Array], tuple[Array, StepCounts | None]]:
+            state, tokens, generated = carry
+            logits, state = step(model, state, tokens)
+            sampled, advanced = sample(logits, sampling._replace(generated=generated), greedy=greedy)
+            tokens = jnp.where(state.active, sampled, tokens)
+            generated = jnp.where(state.active, advanced.generated, generated)
+            done = state.active & finished(tokens, sampling._replace(generated=generated))
+            report = _report(state, _pack(tokens, done))
+            last = state.last if record else None
+            return (state.replace(active=state.active & ~done), tokens, generated), (report, last)
+
+        carry = state, tokens, sampling.generated
+        if steps == 1:  # no loop around it, so that its program is that of a step
+            carry, given = one(carry, None)
+            report, counts = jax.tree.map(lambda x: x[None], given)
+        else:
+            carry, (report, counts) = jax.lax.scan(one, carry, length=steps)
+        state, tokens, generated = carry
+        return StepsOutput(tokens, report, counts, state, sampling._replace(generated=generated))
+
+    return generate_steps
+
+
+def _report(state: DecodeState, packed: Int[Array, "B"]) -> Int[Array, "B 8"]:
+    counts = (*state.last, state.total.hits, state.total.misses)
+    sums = [jnp.sum(x, axis=(0, 2), dtype=jnp.int32) for x in counts]
+    locality = jax.lax.bitcast_convert_type(state.min_locality.min(axis=(0, 2)), jnp.int32)
+    return jnp.stack([packed, *sums, locality], axis=1)

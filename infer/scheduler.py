@@ -5,7 +5,6 @@ import itertools
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -15,26 +14,17 @@ import numpy as np
 from nosa_jax.infer.delivery import Delivery
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.handle import RequestStatus
+from nosa_jax.infer.in_flight import InFlight, steps_now
 from nosa_jax.infer.jobs import Job
 from nosa_jax.infer.prefill import piece_length, prefill_row
 from nosa_jax.infer.row_memory import RowMemory
-from nosa_jax.infer.row_steps import deactivate, first_token, step_function
+from nosa_jax.infer.row_steps import deactivate, first_token, steps_function
 from nosa_jax.infer.sampling import empty_sampling, set_row
 from nosa_jax.infer.waiting import QueueFullError, WaitingQueue
 from nosa_jax.offload.state import DecodeState, StepCounts
 from nosa_jax.tokenizer import Tokenizer
 
 _MAX_REPLAYS = 1  # a request that meets a second fault of the device fails with it
-
-
-@dataclass
-class _InFlight:
-    """What was dispatched and not read yet: a step of several rows, or the first token of one."""
-
-    jobs: list[tuple[int, Job]]  # with their rows
-    report: jax.Array  # [B, 8] of a step, a packed token otherwise
-    dispatched: float
-    counts: StepCounts | None = None
 
 
 class Scheduler:
@@ -44,6 +34,7 @@ class Scheduler:
 
     Args:
       prefill_chunk: tokens of prompts that are read between two decode steps, at most.
+      steps_per_dispatch: decode steps that are dispatched at once where nobody is kept waiting by it (`steps_now`).
       max_overtaken: see `WaitingQueue`.
     """
 
@@ -54,15 +45,16 @@ class Scheduler:
         tokenizer: Tokenizer | None,
         *,
         prefill_chunk: int,
+        steps_per_dispatch: int,
         max_overtaken: int,
     ) -> None:
         self.model, self.memory = model, memory
-        self.layout, self.prefill_chunk = memory.layout, prefill_chunk
+        self.layout, self.prefill_chunk, self.steps_per_dispatch = memory.layout, prefill_chunk, steps_per_dispatch
         self.delivery = Delivery(self.layout, tokenizer)
         self.queue: WaitingQueue[Job] = WaitingQueue(max_overtaken)
         self.state: DecodeState | None = None
         self._leaves, structure = jax.tree.flatten(model)
-        self._step = step_function(structure)
+        self._step = steps_function(structure)
         self._lock = threading.Lock()  # the queue, deadlines and withdrawals
         self._withdrawn: deque[Job] = deque()
         self._deadlines: list[tuple[float, int, Job]] = []
@@ -75,7 +67,7 @@ class Scheduler:
         self._free_rows = list(range(self.layout.max_batch))
         self._reading: deque[Job] = deque()
         self._decoding: dict[int, Job] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._sampling = empty_sampling(self.layout.max_batch)
         self._tokens = jnp.zeros(self.layout.max_batch, jnp.int32)
         self._read_at = 0.0
@@ -130,7 +122,7 @@ class Scheduler:
     # One round.
 
     def advance(self) -> bool:
-        """Admit, read up to `prefill_chunk` tokens of prompts, dispatch a decode step, hand out the tokens of the last.
+        """Admit, read up to `prefill_chunk` tokens of prompts, dispatch decode steps, hand out the tokens of the last.
 
         A fault of one request (its callback, its prompt) ends that request alone. A fault of the device takes the
         rows' state with it: their requests are begun again, once, and the tokens that were handed out already are not
@@ -146,7 +138,7 @@ class Scheduler:
             self._end_withdrawn()
             self._admit()
             self._read_prompts()
-            self._collect(leave=1 if self._dispatch_step() else 0)
+            self._collect(leave=1 if self._dispatch_steps() else 0)
         except Exception as error:
             self._begin_again(error)
         except BaseException:
@@ -250,27 +242,34 @@ class Scheduler:
         self.delivery.recorder.prompt_tokens += len(job.request.tokens)
         job.handle._advance(RequestStatus.DECODING)
         self._decoding[job.row] = job
-        self._sent([(job.row, job)], packed)
+        self._sent([(job.row, job)], packed, 1)
 
-    def _dispatch_step(self) -> bool:
+    def _dispatch_steps(self) -> bool:
         if not self._decoding:
             return False
         jobs = list(self._decoding.items())
+        steps = steps_now(
+            self._decoding.values(), at_once=self.steps_per_dispatch, reading=bool(self._reading),
+            waiting=bool(self.queue),
+        )  # fmt: skip
         output = self._step(
-            self._leaves, self.take_state(), self._tokens, self._sampling,
+            self._leaves, self.take_state(), self._tokens, self._sampling, steps=steps,
             greedy=all(job.request.params.temperature == 0 for _, job in jobs),
             record=any(job.record_steps for _, job in jobs),
         )  # fmt: skip
         self.state, self._tokens, self._sampling = output.state, output.tokens, output.sampling
-        self._sent(jobs, output.report, output.counts)
+        self._sent(jobs, output.report, steps, output.counts)
         return True
 
-    def _sent(self, jobs: list[tuple[int, Job]], report: jax.Array, counts: StepCounts | None = None) -> None:
-        """Note what was dispatched; jobs whose last token it holds leave their rows to others now."""
+    def _sent(
+        self, jobs: list[tuple[int, Job]], report: jax.Array, tokens: int, counts: StepCounts | None = None
+    ) -> None:
+        """Note that up to `tokens` tokens of each job were dispatched; those that get their last one among them leave
+        their rows to others now."""
         report.copy_to_host_async()
-        self._in_flight.append(_InFlight(jobs, report, time.perf_counter(), counts))
+        self._in_flight.append(InFlight(jobs, report, time.perf_counter(), counts))
         for _, job in jobs:
-            job.issued += 1
+            job.issued = min(job.issued + tokens, job.limit)
             if job.issued == job.limit:
                 self._leave(job, stop=False)
 
@@ -297,25 +296,10 @@ class Scheduler:
             sent = self._in_flight[0]
             report = np.asarray(sent.report)
             self.memory.check()
-            self._in_flight.popleft()
-            now = time.perf_counter()
-            if report.ndim:
-                seconds = now - max(sent.dispatched, self._read_at)
-                self.delivery.recorder.step(
-                    len(sent.jobs), seconds, report[:, 1:5].sum(axis=0, dtype=np.int64).tolist()
-                )
-            self._read_at = now
-            counts = None if sent.counts is None else StepCounts(*(np.asarray(x) for x in sent.counts))
-            for row, job in sent.jobs:
-                if job.handle.done:
-                    continue  # cancelled, or failed, since
-                if report.ndim:
-                    job.report = report[row]
-                    if counts is not None and job.record_steps:
-                        job.counts.append(StepCounts(*(x[:, row] for x in counts)))
-                end = self.delivery.token(job, int(report[row, 0] if report.ndim else report), now)
-                if end is not None:
-                    self._leave(job, stop=end == "unknown")
+            began, self._read_at = max(sent.dispatched, self._read_at), time.perf_counter()
+            for job, end in self.delivery.hand_out(sent, report, began, self._read_at):
+                self._leave(job, stop=end == "unknown")
+            self._in_flight.popleft()  # not before: whoever interrupts this finds the jobs that are owed tokens
 
     def _running(self) -> list[Job]:
         """Jobs with a row or with tokens on their way, each once, those that began first in front."""

@@ -42,18 +42,20 @@ def continuations(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     return found
 
 
-def warm_up_prompts(plan: MemoryPlan, *, sampling: bool) -> tuple[list[np.ndarray], list[SamplingParams]]:
+def warm_up_prompts(plan: MemoryPlan, *, sampling: bool, at_once: int) -> tuple[list[np.ndarray], list[SamplingParams]]:
     """Prompts whose reading and decoding compiles everything that a request within the plan can need (docs/09).
 
     Reading has one program for each padded length of a whole prompt or of its first piece; decoding has one for rows
-    that are all greedy and one for others. Pieces that continue a prompt are apart: `continuations`.
+    that are all greedy and one for others, each for a step and for `at_once` of them. Pieces that continue a prompt are
+    apart: `continuations`.
     """
     room = _prompt_room(plan)
     whole = min(plan.prefill_chunk, room)
     lengths = [min(n, whole) for n in padded_lengths(plan.layout, whole)]
-    prompts = [np.zeros(n, np.int32) for n in lengths if n > 0]
-    params = [SamplingParams(max_new_tokens=min(2, room + 1 - len(p))) for p in prompts]
-    if sampling and prompts:
-        prompts.append(prompts[0])
-        params.append(SamplingParams(max_new_tokens=params[0].max_new_tokens, temperature=1.0))
-    return prompts, params
+    requests = [(n, min(2, room + 1 - n), 0.0) for n in lengths if n > 0]  # tokens, new ones, temperature
+    if requests and at_once > 1 and at_once < room:  # as many steps follow the first new token after a prompt of one
+        requests.append((1, at_once + 1, 0.0))
+    if requests and sampling:
+        requests += [(n, new, 1.0) for n, new, _ in (requests[0], requests[-1])]
+    prompts = [np.zeros(n, np.int32) for n, _, _ in requests]
+    return prompts, [SamplingParams(max_new_tokens=new, temperature=heat) for _, new, heat in requests]

@@ -99,7 +99,7 @@ def test_counting_waits_for_no_device_and_takes_nothing_from_it(monkeypatch):
         done = engine.metrics().steps
         while not handle.done:
             engine._driver.turn(lambda: True)
-        assert read == [(engine.layout.max_batch, 8)] * (engine.metrics().steps - done)
+        assert read == [(1, engine.layout.max_batch, 8)] * (engine.metrics().steps - done)
         assert dataclasses.asdict(engine.metrics())["pages_total"] == engine.plan.page_groups
         assert engine.metrics().pages_free == engine.plan.page_groups
         running = engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=NEW))
