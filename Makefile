@@ -15,10 +15,12 @@ test: setup
 	@$(PYTEST) -m "not slow and not gpu"
 
 test-slow: setup
-	@$(PYTEST) -m "slow and not gpu"
+	@$(PYTEST) -m "slow and not gpu and not deviceless"
+	@$(PYTHON) -m pytest -m deviceless --durations=3 tests/kernels/test_compile_for_h200.py
 
 test-all: setup
-	@$(PYTEST) -m "not gpu"
+	@$(PYTEST) -m "not gpu and not deviceless"
+	@$(PYTHON) -m pytest -m deviceless --durations=3 tests/kernels/test_compile_for_h200.py
 
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu --durations=8

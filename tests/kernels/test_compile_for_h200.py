@@ -1,17 +1,19 @@
-"""The programs that a GPU runs, compiled for an H200 without one: they compile, spill nothing and copy no cache."""
+"""The programs that a GPU runs, compiled for an H200 without one: they compile, spill nothing and copy no cache.
 
-import fcntl
+Each in a process of its own, under a limit; this one does without JAX.
+"""
+
 import json
 import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
-import jax
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.deviceless]
 
 ROOT = Path(__file__).parents[2]
 LAYER_CACHE = {  # bytes of one layer's slots in the decode cases of compile_for_h200.py
@@ -23,20 +25,17 @@ LAYER_CACHE = {  # bytes of one layer's slots in the decode cases of compile_for
 @pytest.fixture(scope="session")
 def cuda_plugin() -> Path:
     """JAX's CUDA plugin of this very version, in a folder of its own: where it is installed, JAX looks for a driver."""
-    folder = ROOT / "build" / f"cuda-plugin-{jax.__version__}"
-    folder.parent.mkdir(exist_ok=True)
-    with (folder.parent / "cuda-plugin.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes need it, and one fetches it
-        if not (folder / "complete").exists():
-            wanted = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", folder]
-            try:
-                found = run([*command, *wanted], seconds=240)
-            except subprocess.TimeoutExpired as error:
-                pytest.skip(f"JAX's CUDA plugin cannot be installed here: {error}")
-            if found.returncode:
-                pytest.skip(f"JAX's CUDA plugin cannot be installed here: {found.stderr.strip().splitlines()[-1:]}")
-            (folder / "complete").touch()
+    folder = ROOT / "build" / f"cuda-plugin-{version('jax')}"
+    if not (folder / "complete").exists():
+        wanted = [f"jax-cuda13-{part}=={version('jax')}" for part in ("plugin", "pjrt")]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", folder]
+        try:
+            found = run([*command, *wanted], seconds=240)
+        except subprocess.TimeoutExpired as error:
+            pytest.skip(f"JAX's CUDA plugin cannot be installed here: {error}")
+        if found.returncode:
+            pytest.skip(f"JAX's CUDA plugin cannot be installed here: {found.stderr.strip().splitlines()[-1:]}")
+        (folder / "complete").touch()
     return folder
 
 

@@ -1,0 +1,127 @@
+"""How fast prompts are read, block-sparse beside dense attention, through `Engine.prefill`.
+
+    python benchmarks/prefill.py [--layers 4] [--contexts 32768 65536 131072] [--out benchmarks/results]
+
+Layers of the 8B shape with random weights and random tokens, so that neighbouring tokens share no more blocks than the
+locality bound makes them: a trained model's share more, and its attention is faster. Each prompt is read at once and in
+the engine's pieces; medians of several. The floor is the multiplications, of the weights and of the attended pairs,
+over the rate of a large matrix product measured in the same run.
+"""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import tyro
+from environment import environment
+from timing import matmul_rate
+
+from nosa_jax import NosaConfig, NosaLM
+from nosa_jax.infer import Engine, FrozenModel, freeze
+from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, make_plan
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time the reading of prompts."""
+
+    shape: Literal["8b", "1b", "tiny"] = "8b"
+    layers: int = 4
+    contexts: tuple[int, ...] = (32_768, 65_536, 131_072)
+    systems: tuple[Literal["nosa", "dense"], ...] = ("nosa", "dense")
+    rounds: int = 3
+    seconds: float = 240.0
+    """Begin nothing new after so long."""
+    out: Path = Path("benchmarks/results")
+
+
+def multiplications(config: NosaConfig, attention: str, context: int) -> float:
+    """Floating-point operations that reading a prompt cannot do without; one product and sum are two."""
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    projections = config.embed_dim * width * (2 * heads + 2 * kv_heads) + 3 * config.embed_dim * config.ffn_dim
+    selected = config.budget.total * config.block_size
+    every = np.arange(1, context + 1)
+    pairs = float((every if attention == "dense" else np.minimum(every, selected)).sum())
+    return config.num_layers * (2.0 * context * projections + 4.0 * pairs * heads * width)
+
+
+def time_prefill(engine: Engine, prompt: np.ndarray, chunk: int | None, rounds: int) -> float:
+    """Median seconds of reading the prompt, after one that compiles."""
+    taken = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(engine.prefill([prompt], max_new_tokens=1, chunk=chunk))
+        taken.append(time.perf_counter() - start)
+    engine.check()
+    return statistics.median(taken[1:])
+
+
+def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: int, options: Options,
+            rate: float) -> dict[str, Any]:  # fmt: skip
+    """The figures of one system at one length."""
+    config = model.config
+    prompt = np.random.default_rng(context).integers(0, config.vocab_size, context).astype(np.int32)
+    result: dict[str, Any] = {"attention": attention, "context": context}
+    for name, chunk in (("at once", context), ("in pieces", min(DEFAULT_PREFILL_CHUNK, context))):
+        with Engine(
+            model, max_batch=1, max_context=context + 1, attention=attention, offload=attention != "dense",
+            prefill_chunk=chunk,
+        ) as engine:  # fmt: skip
+            seconds = time_prefill(engine, prompt, None, options.rounds)
+        stats = jax.devices()[0].memory_stats() or {}
+        result[name] = {
+            "chunk": chunk,
+            "seconds": seconds,
+            "tokens_per_second": context / seconds,
+            "of_floor": seconds / (multiplications(config, attention, context) / rate),
+            "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
+        }
+    return result
+
+
+def planned_bytes(config: NosaConfig, context: int) -> int:
+    """Device bytes beside the weights that the plan asks for to read such a prompt with all layers of the shape."""
+    plan = make_plan(config, weight_bytes=0, attention="nosa", max_batch=1, max_context=context + 1,
+                     prefill_chunk=context)  # fmt: skip
+    return plan.device_bytes
+
+
+def main() -> int:
+    """Measure what there is time for, and write the figures after each."""
+    options = tyro.cli(Options, description=__doc__)
+    started = time.perf_counter()
+    whole = {"8b": NosaConfig.nosa_8b, "1b": NosaConfig.nosa_1b, "tiny": NosaConfig.tiny}[options.shape]
+    model = freeze(NosaLM.from_config(whole(num_layers=options.layers, param_dtype="bfloat16")))
+    rate = matmul_rate()
+    rows: list[dict[str, Any]] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    for context in options.contexts:
+        for attention in options.systems:
+            if time.perf_counter() - started > options.seconds:
+                print(f"left out for want of time: {attention} at {context} tokens")
+                continue
+            rows.append(measure(model, attention, context, options, rate))
+            print(rows[-1], flush=True)
+            report = {
+                "environment": environment(),
+                "shape": f"{options.shape}, {options.layers} layers, random weights",
+                "matmul_rate": rate,
+                "planned_bytes_all_layers": {str(n): planned_bytes(whole(), n) for n in options.contexts},
+                "rows": rows,
+            }
+            (options.out / "prefill.json").write_text(json.dumps(report, indent=1) + "\n")
+    for context in options.contexts:
+        seconds = {row["attention"]: row["at once"]["seconds"] for row in rows if row["context"] == context}
+        if len(seconds) == 2:
+            print(f"{context} tokens: block-sparse reads {seconds['dense'] / seconds['nosa']:.2f} x as fast as dense")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
