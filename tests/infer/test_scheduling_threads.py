@@ -1,0 +1,99 @@
+"""Threads: many that submit, several that wait, one that serves, and how serving ends."""
+
+import threading
+
+import pytest
+
+from nosa_jax.infer import SamplingParams
+from tests.infer.scheduling import GREEDY, PARAMS, PROMPTS, either, engine_of
+
+
+@either
+def test_submitting_from_many_threads_while_another_serves(engine, solo):
+    outcomes: dict[int, list[int]] = {}
+
+    def client(i):
+        handle = engine.submit(PROMPTS[i], PARAMS[i])
+        outcomes[i] = list(handle) if i % 2 else handle.result().tokens
+
+    with engine.serving():
+        with pytest.raises(RuntimeError, match="being served already"), engine.serving():
+            pass
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        first_two = engine.generate(PROMPTS[:2], GREEDY)
+        for thread in threads:
+            thread.join()
+        left = engine.submit(PROMPTS[3], PARAMS[3])
+    assert left.done, "serving ends when everything is done"
+    assert left.result().tokens == solo[3]
+    assert [outcomes[i] for i in range(len(PROMPTS))] == solo
+    assert [r.tokens for r in first_two] == solo[:2]
+    assert engine.submit(PROMPTS[0], GREEDY).result().tokens == solo[0], "and without a thread as before"
+
+
+def test_several_threads_that_wait_without_a_server_share_the_work(engine, solo):
+    handles = [engine.submit(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+    outcomes: list[list[int]] = [[] for _ in handles]
+
+    def wait(i):
+        outcomes[i] = handles[i].result().tokens
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in range(len(handles))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == solo
+
+
+def test_a_callback_that_wants_to_exit_does_not_end_serving(engine, solo):
+    def leave(token):
+        raise SystemExit(3)
+
+    with engine.serving():
+        beside = engine.submit(PROMPTS[0], GREEDY)
+        mine = engine.submit(PROMPTS[2], GREEDY, on_token=leave)
+        with pytest.raises(SystemExit):
+            mine.result()
+        assert beside.result().tokens == solo[0]
+        assert engine.submit(PROMPTS[1], GREEDY).result().tokens == solo[1]
+
+
+def test_serving_that_ends_by_an_exception_cancels(engine):
+    handles = []
+
+    def serve():
+        with engine.serving():
+            handles.append(engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=200)))
+            next(iter(handles[0]))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        serve()
+    (handle,) = handles
+    assert handle.result().finish_reason == "cancelled"
+
+
+def test_closing_cancels_and_wakes_those_who_wait(solo):
+    engine = engine_of()
+    engine._driver.start()
+    handle = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=200))
+    first = next(iter(handle))
+    results = []
+    waiter = threading.Thread(target=lambda: results.append(handle.result()))
+    waiter.start()
+    engine.close()
+    waiter.join()
+    assert first == solo[0][0]
+    assert results[0].finish_reason == "cancelled"
+    with pytest.raises(RuntimeError, match="engine is closed"):
+        engine.submit(PROMPTS[0])
+
+
+def test_waiting_for_the_engine_inside_its_own_callback_is_refused(engine):
+    mine = engine.submit(PROMPTS[0], GREEDY, on_token=lambda _: engine.generate(PROMPTS[:1], GREEDY))
+    with pytest.raises(RuntimeError, match="callback cannot wait"):
+        mine.result()
+    engine.run_until_idle()
