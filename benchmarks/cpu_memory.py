@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from environment import environment
 from flax import nnx
 
 from nosa_jax import NosaConfig, NosaLM
 from nosa_jax.infer import Engine
+from nosa_jax.infer.environment import environment
 from nosa_jax.train import next_token_loss
 
 MIB = 2**20

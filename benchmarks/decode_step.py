@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from environment import environment
 
 from nosa_jax import NosaConfig, NosaLM
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer import FrozenModel, decode_step, freeze, step
-from nosa_jax.infer.throughput import filled_state
+from nosa_jax.infer.environment import environment
+from nosa_jax.infer.random_contents import filled_state
 from nosa_jax.offload import CacheLayout, DecodeState
 
 

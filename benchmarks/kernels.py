@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import tyro
-from environment import environment
 from selections import drifting_selection, union_size
 from timing import matmul_rate, seconds_per_call
 
+from nosa_jax.infer.environment import environment
 from nosa_jax.infer.rates import measure_rates
 from nosa_jax.pallas_kernels import decode_attention, pooled_scores, select_blocks, sparse_attention
 

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from environment import environment
 
 from nosa_jax import NosaConfig, NosaLM
 from nosa_jax.eviction import ranking_scores
 from nosa_jax.infer import Engine, FrozenModel, decode_step, freeze
+from nosa_jax.infer.environment import environment
 from nosa_jax.model import DecoderLayer
 from nosa_jax.pallas_kernels import default_implementation, pooled_scores, sparse_attention
 from nosa_jax.selection import block_ranking, pooled_keys, select

@@ -19,11 +19,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import tyro
-from environment import environment
 from timing import matmul_rate
 
 from nosa_jax import NosaConfig, NosaLM
 from nosa_jax.infer import Engine, FrozenModel, freeze
+from nosa_jax.infer.environment import environment
 from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, make_plan
 
 

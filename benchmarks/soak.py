@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from environment import environment
 from flax import nnx
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.infer import Engine, FrozenModel, QueueFullError, SamplingParams, freeze, scheduler
+from nosa_jax.infer.environment import environment
 from nosa_jax.model import NosaLM
 
 LONGEST_PROMPT, MOST_TOKENS, CONTEXT = 300, 40, 352

@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from environment import environment
 
 from nosa_jax import ffi
 from nosa_jax.ffi.handlers import DEFAULT_CTAS
+from nosa_jax.infer.environment import environment
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -117,8 +117,11 @@ def prefill_bytes(config: NosaConfig, n_tokens: int, chunk: int | None = None) -
 
     Hidden states and queries of the tokens that are read at once (6 copies of T x D and of T x N x H), one layer's
     keys and values of the row (6 copies: as projected, padded, paged, gathered), one chunk of attention logits with
-    its mask (4 copies), and one chunk of the feed-forward layer, all in float32 at most. Where the GPU kernels run: in
-    16 bits, and no logits, but the block scores of a chunk of queries (3 copies).
+    its mask (4 copies), and one chunk of the feed-forward layer, all in float32 at most.
+
+    Where the GPU kernels run, as compiled for an H200: hidden states (2 copies) and the larger of two phases, in 16
+    bits. Attention: queries and heads (4 copies), keys or values of the row (5), and in float32 the block scores of a
+    chunk of queries (3). Feed-forward: a chunk of it (3) and of hidden states.
 
     Args:
       n_tokens: of the row, whole blocks.
@@ -126,15 +129,17 @@ def prefill_bytes(config: NosaConfig, n_tokens: int, chunk: int | None = None) -
     """
     piece = n_tokens if chunk is None else min(n_tokens, config.num_blocks(chunk) * config.block_size)
     keys = n_tokens if piece == n_tokens else n_tokens + piece  # a piece is put behind room for a whole row
-    wide = piece * (config.embed_dim + config.num_heads * config.head_dim) * 6
-    keys_values = 2 * keys * config.num_kv_heads * config.head_dim * 6
+    hidden, queries = piece * config.embed_dim, piece * config.num_heads * config.head_dim
+    keys_values = keys * config.num_kv_heads * config.head_dim
     selection = 2 * config.num_kv_heads * piece * config.budget.total
-    feed_forward = min(TOKEN_CHUNK, piece) * config.ffn_dim * 4
+    feed_forward = min(TOKEN_CHUNK, piece) * config.ffn_dim
     if kernels_run(config):
         scores = config.num_kv_heads * min(KERNEL_QUERY_CHUNK, piece) * config.num_blocks(keys) * 3
-        return 2 * (wide + keys_values + feed_forward) + 4 * (scores + selection)
+        attending = 2 * (4 * queries + 5 * keys_values) + 4 * (scores + selection)
+        feeding = 2 * (3 * feed_forward + queries + hidden)
+        return 2 * 2 * hidden + max(attending, feeding)
     logits = config.num_heads * min(QUERY_CHUNK, piece) * keys * 4
-    return 4 * (wide + keys_values + logits + selection + feed_forward)
+    return 4 * (6 * (hidden + queries) + 12 * keys_values + logits + selection + 4 * feed_forward)
 
 
 def decode_bytes(layout: CacheLayout) -> int:

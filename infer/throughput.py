@@ -2,8 +2,9 @@
 
 import statistics
 import time
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,13 @@ from nosa_jax.ffi import HostPool
 from nosa_jax.infer.decode import step
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.plan import decode_bytes
+from nosa_jax.infer.random_contents import filled_state
 from nosa_jax.infer.rates import DeviceRates
 from nosa_jax.infer.trace import SelectionTrace
 from nosa_jax.offload.layout import CacheLayout
-from nosa_jax.offload.state import DecodeState, init_state
+from nosa_jax.offload.state import init_state
+
+WARM_UP_STEPS = 64  # until tables of 2C slots hold what a replayed trace leaves in them
 
 
 @dataclass(frozen=True)
@@ -41,34 +45,72 @@ SYSTEMS = {
     system.name: system
     for system in (
         System("dense", "dense", None),
-        System("infllmv2", "infllmv2", 1.0),
-        System("nosa, C slots", "nosa", 1.0),
+        System("infllmv2-c", "infllmv2", 1.0),
+        System("infllmv2", "infllmv2", 2.0),
+        System("nosa-c", "nosa", 1.0),
         System("nosa", "nosa", 2.0),
-        System("nosa, resident", "nosa", None),
+        System("nosa-resident", "nosa", None),
     )
 }
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How a row is timed: `rounds` times at least `steps` steps, of `steps_per_dispatch` each, and the median taken."""
+
+    steps: int = 32
+    rounds: int = 5
+    steps_per_dispatch: int = 8
+
+    @property
+    def dispatches(self) -> int:
+        """Of one round."""
+        return max(1, round(self.steps / self.steps_per_dispatch))
+
+    @property
+    def warm_up_dispatches(self) -> int:
+        """Before the first round."""
+        return -(-WARM_UP_STEPS // self.steps_per_dispatch)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of everything: warming up, the rounds, and dispatches that are timed without waiting."""
+        return (self.warm_up_dispatches + self.rounds * (self.dispatches + 1)) * self.steps_per_dispatch
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One system at one batch and context.
 
-    step_seconds: of one decode step, within dispatches of many. misses: per layer, row and KV head of a step.
+    step_seconds: of one decode step, the median of several rounds. host_seconds: of it, what the host needs to dispatch
+    a step to an idle device, without waiting. misses: per layer, row and KV head of a step.
     fetched_bytes: per step, from the host. read_bytes: weights, pooled keys and attended pages of a step.
     floor_seconds: the larger of what the two memories need for them. locality: where the selection comes from.
+    planned_bytes: of every part of the device's memory. program_bytes: what the compiled program takes beside its
+    arguments. allocator: bytes in use while the row is measured, and the most in use since the process began; None
+    where the backend does not tell. shared_pages: how many rows' blocks share a host page, 1 where each has its own.
     """
 
     system: str
     context: int
     batch: int
     slots: int
+    device_budget: str | None
+    steps_per_dispatch: int
     step_seconds: float
+    round_seconds: tuple[float, ...]
+    host_seconds: float
     misses: float
     fetched_bytes: float
     read_bytes: float
     floor_seconds: float
-    device_bytes: int
     locality: str
+    planned_bytes: dict[str, int]
+    program_bytes: int
+    allocator: dict[str, int] | None
+    shared_pages: float
+    compile_seconds: float
+    fill_seconds: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,120 +122,160 @@ class Measurement:
         """Step time as a multiple of the floor."""
         return self.step_seconds / self.floor_seconds
 
+    @property
+    def device_bytes(self) -> int:
+        """Planned in all."""
+        return sum(self.planned_bytes.values())
+
+
+@dataclass(frozen=True)
+class Program:
+    """Decode steps of one layout compiled ahead: a function of (the model's leaves, the state's, picks)."""
+
+    layout: CacheLayout
+    run: Callable[[list[Any], list[Any], jax.Array | None], list[Any]]
+    structure: Any = field(repr=False)  # of the state
+    temporary_bytes: int
+    seconds: float
+
 
 def beside_weights(layout: CacheLayout) -> int:
     """Device bytes of a layout beside the weights: the cache and a step's workspace."""
     return layout.device_bytes() + decode_bytes(layout)
 
 
-def filled_state(layout: CacheLayout, pool: HostPool | None, length: int) -> DecodeState:
-    """A state whose rows hold `length` tokens of random contents, the latest blocks in the slots.
+def compile_steps(model: FrozenModel, layout: CacheLayout, steps: int, picks: jax.Array | None) -> Program:
+    """Compile a program of `steps` greedy decode steps; from several threads at once, if wanted.
 
-    Rows share host pages in turn where the pool has fewer than they need: what is read is random either way.
+    It takes leaves, not trees, since taking a large model apart costs the host as much as the dispatch.
+    picks: [trace steps, streams, picks] to replay, of which the shape counts; None attends to what is selected.
     """
-    config = layout.config
-    n_groups = layout.max_batch * layout.n_blocks
-    if pool is not None:
-        n_groups = pool.n_pages // layout.pages_per_block
-    table = np.arange(layout.max_batch * layout.n_blocks, dtype=np.int32).reshape(layout.max_batch, -1) % n_groups
+    start = time.perf_counter()
+    leaves, structure = jax.tree.flatten(model)
+    state_leaves, state_structure = jax.tree.flatten(jax.eval_shape(lambda: init_state(layout)))
 
-    @jax.jit
-    def fill(state: DecodeState) -> DecodeState:
-        first = max(0, config.num_blocks(length) - layout.n_slots)
-        held = jnp.broadcast_to(jnp.arange(first, first + layout.n_slots, dtype=jnp.int32), layers_shape)
-        exists = jnp.arange(layout.n_blocks) < config.num_blocks(length)
-        layers = []
-        for index, layer in enumerate(state.layers):
-            keys = jax.random.split(jax.random.fold_in(jax.random.key(0), index), 3)
-            ranks = jax.random.normal(keys[2], layer.block_rank.shape)
-            layers.append(
-                type(layer)(
-                    **{name: getattr(layer, name) for name in ("key_sums", "rank_sums", "selected", "cis")},
-                    slots=jax.random.normal(keys[0], layer.slots.shape, layer.slots.dtype),
-                    slot_block=held if layout.offload else layer.slot_block,
-                    last_used=layer.last_used,
-                    pooled_k=jax.random.normal(keys[1], layer.pooled_k.shape, layer.pooled_k.dtype),
-                    block_rank=jnp.where(exists, ranks, -jnp.inf),
-                )
-            )
-        return state.replace(
-            layers=tuple(layers),
-            lengths=jnp.full(layout.max_batch, length, jnp.int32),
-            capacity=jnp.full(layout.max_batch, layout.max_context, jnp.int32),
-            active=jnp.ones(layout.max_batch, bool),
-            page_table=jnp.asarray(table),
-        )
+    def many(leaves: list[Any], state_leaves: list[Any], picks: jax.Array | None) -> list[Any]:
+        model = jax.tree.unflatten(structure, leaves)
 
-    layers_shape = (layout.max_batch, config.num_kv_heads, layout.n_slots)
-    return jax.jit(fill, donate_argnums=0)(init_state(layout, None if pool is None else pool.handle))
+        def one(_: jax.Array, state: Any) -> Any:
+            now = None if picks is None else picks[state.step % picks.shape[0]]
+            return step(model, state, state.logits.argmax(-1).astype(jnp.int32), picks=now)[1]
+
+        state = jax.tree.unflatten(state_structure, state_leaves)
+        return jax.tree.leaves(one(jnp.zeros(()), state) if steps == 1 else jax.lax.fori_loop(0, steps, one, state))
+
+    compiled = jax.jit(many, donate_argnums=1).lower(leaves, state_leaves, picks).compile()
+    memory = compiled.memory_analysis()
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0
+    return Program(layout, compiled, state_structure, beside, time.perf_counter() - start)
 
 
 def measure(
     model: FrozenModel,
     system: System,
+    program: Program,
     *,
-    batch: int,
-    context: int,
     rates: DeviceRates,
+    timing: Timing,
     trace: SelectionTrace | None = None,
+    picks: jax.Array | None = None,
     pool: HostPool | None = None,
-    steps: int = 32,
-    repeats: int = 3,
+    device_budget: str | None = None,
 ) -> Measurement:
-    """Time decode steps of a full batch just below `context` tokens.
+    """Time decode steps of a full batch just below the context of the program's layout.
 
     Args:
-      trace: picks to replay; None takes what the weights select. Systems that select nothing ignore it.
+      program: of `timing.steps_per_dispatch` steps.
+      trace, picks: what is replayed, and the same on the device; None for what the weights select.
       pool: host pages for an offloaded system; the caller's, since pinning many takes seconds.
-      steps: of one dispatch. repeats: dispatches, of which the median counts.
+      device_budget: that the batch was chosen for, to be noted.
 
     Raises:
       ValueError: an offloaded system without a pool.
     """
-    config = model.config
-    layout = system.layout(config, batch, context)
+    layout, config = program.layout, model.config
     if layout.offload and pool is None:
         raise ValueError(f"{system.name} keeps its blocks in host memory and needs a pool")
-    replays = trace is not None and system.attention == "nosa"
-    state = filled_state(layout, pool if layout.offload else None, context - (repeats + 1) * steps - 1)
-    picks = jnp.asarray(trace.picks) if trace is not None and replays else None
+    steps = timing.steps_per_dispatch
+    start = time.perf_counter()
+    first = filled_state(layout, pool if layout.offload else None, layout.max_context - timing.total_steps - 1)
+    leaves, state = jax.tree.leaves(model), jax.block_until_ready(jax.tree.leaves(first))
+    del first  # its arrays are given away by the first dispatch
+    fill_seconds = time.perf_counter() - start
 
-    @partial(jax.jit, donate_argnums=1)
-    def many(model: FrozenModel, state: DecodeState, picks: jax.Array | None) -> DecodeState:
-        def one(_: jax.Array, state: DecodeState) -> DecodeState:
-            now = None if picks is None else picks[state.step % picks.shape[0]]
-            return step(model, state, state.logits.argmax(-1).astype(jnp.int32), picks=now)[1]
+    def counted(state: list[Any]) -> int:
+        return int(np.asarray(jax.tree.unflatten(program.structure, state).total.misses).sum(dtype=np.int64))
 
-        return jax.lax.fori_loop(0, steps, one, state)
-
-    state = jax.block_until_ready(many(model, state, picks))
-    before = int(np.sum(state.stats().total.misses))
-    taken = []
-    for _ in range(repeats):
+    for _ in range(timing.warm_up_dispatches):
+        state = program.run(leaves, state, picks)
+    before, taken = counted(state), []
+    for _ in range(timing.rounds):
         start = time.perf_counter()
-        state = jax.block_until_ready(many(model, state, picks))
-        taken.append((time.perf_counter() - start) / steps)
+        for _ in range(timing.dispatches):
+            state = program.run(leaves, state, picks)
+        jax.block_until_ready(state)
+        taken.append((time.perf_counter() - start) / timing.dispatches / steps)
+    misses = (counted(state) - before) / timing.rounds / timing.dispatches / steps
+    dispatching = []
+    for _ in range(timing.rounds):
+        start = time.perf_counter()
+        state = program.run(leaves, state, picks)
+        dispatching.append((time.perf_counter() - start) / steps)
+        jax.block_until_ready(state)
     if layout.offload and pool is not None:
         pool.check()
-    misses = (int(np.sum(state.stats().total.misses)) - before) / repeats / steps
-    itemsize = jnp.dtype(config.dtype).itemsize
-    read = model.nbytes - config.vocab_size * config.embed_dim * itemsize  # all weights but the embedding
-    attended = min(layout.n_selected, config.num_blocks(context))
-    per_head = attended * layout.page_bytes
-    if config.budget_for(system.attention).query and system.attention != "dense":
-        per_head += config.num_windows(context) * config.head_dim * itemsize
-    read += config.num_layers * batch * config.num_kv_heads * per_head
+    told = allocator_bytes()
+    groups = pool.n_pages // layout.pages_per_block if layout.offload and pool is not None else 0
+    read = read_bytes(model, system, layout)
     fetched = misses * layout.page_bytes
     return Measurement(
         system=system.name,
-        context=context,
-        batch=batch,
+        context=layout.max_context,
+        batch=layout.max_batch,
         slots=layout.n_slots,
+        device_budget=device_budget,
+        steps_per_dispatch=steps,
         step_seconds=statistics.median(taken),
-        misses=misses / (config.num_layers * batch * config.num_kv_heads),
+        round_seconds=tuple(taken),
+        host_seconds=statistics.median(dispatching),
+        misses=misses / (config.num_layers * layout.max_batch * config.num_kv_heads),
         fetched_bytes=float(fetched),
         read_bytes=float(read),
         floor_seconds=max(read / rates.memory, fetched / rates.link),
-        device_bytes=beside_weights(layout),
-        locality=trace.origin if replays and trace is not None else "as it comes from the weights",
+        locality=_locality(system, trace),
+        planned_bytes={
+            "parameters": model.nbytes,
+            **{item.name: item.nbytes for item in layout.device_items()},
+            "workspace": decode_bytes(layout),
+        },
+        program_bytes=program.temporary_bytes,
+        allocator=told,
+        shared_pages=max(1.0, layout.max_batch * layout.n_blocks / groups) if groups else 1.0,
+        compile_seconds=program.seconds,
+        fill_seconds=fill_seconds,
     )
+
+
+def allocator_bytes() -> dict[str, int] | None:
+    """Bytes that the device's allocator has given out now, and at most since the process began; None if it is mute."""
+    told = jax.devices()[0].memory_stats() or {}
+    if "bytes_in_use" not in told:
+        return None
+    return {"in_use": told["bytes_in_use"], "peak_of_process": told.get("peak_bytes_in_use", 0)}
+
+
+def _locality(system: System, trace: SelectionTrace | None) -> str:
+    if system.attention == "dense":
+        return "every block is attended to"
+    return "as it comes from the weights" if trace is None else trace.origin
+
+
+def read_bytes(model: FrozenModel, system: System, layout: CacheLayout) -> int:
+    """Bytes of device memory that a step must read: all weights but the embedding, pooled keys, attended pages."""
+    config = layout.config
+    itemsize = jnp.dtype(config.dtype).itemsize
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim * itemsize
+    per_head = min(layout.n_selected, layout.n_blocks) * layout.page_bytes
+    if config.budget_for(system.attention).query and system.attention != "dense":
+        per_head += config.num_windows(layout.max_context) * config.head_dim * itemsize
+    return model.nbytes - embedding + config.num_layers * layout.max_batch * config.num_kv_heads * per_head

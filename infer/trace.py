@@ -7,12 +7,14 @@ trained ones do. A trace fixes the selection, so that systems can be timed on th
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
+from zipfile import BadZipFile
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from nosa_jax.config import NosaConfig
+from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.errors import InputError
 
 # Misses per layer, KV head, row and step of NOSA-8B at 16K tokens by slots (C = 64): a published third-party
@@ -27,12 +29,14 @@ class SelectionTrace:
     picks: int32 [steps, streams, picks], ids among the blocks that are not forced, each once, ascending.
     n_candidates: the ids are below sink + n_candidates and from sink on.
     origin: in words, where it comes from; printed with every figure that used it.
+    attention: the system that picked them.
     """
 
     picks: np.ndarray
     sink: int
     n_candidates: int
     origin: str
+    attention: AttentionKind = "nosa"
 
     def __post_init__(self) -> None:
         if self.picks.ndim != 3:
@@ -49,22 +53,68 @@ class SelectionTrace:
     def save(self, path: Path | str) -> None:
         """Write a compressed .npz file."""
         np.savez_compressed(
-            path, picks=self.picks.astype(np.int32), sink=self.sink, n_candidates=self.n_candidates, origin=self.origin
-        )
+            path, picks=self.picks.astype(np.int32), sink=self.sink, n_candidates=self.n_candidates,
+            origin=self.origin, attention=self.attention,
+        )  # fmt: skip
 
     @classmethod
     def load(cls, path: Path | str) -> "SelectionTrace":
         """Read a file that `save` wrote.
 
         Raises:
-          InputError: the file does not hold a trace; names what is missing.
+          InputError: there is no such file, or it does not hold a trace; names what is missing.
         """
-        with np.load(path, allow_pickle=False) as data:
-            missing = {"picks", "sink", "n_candidates", "origin"} - set(data.files)
-            if missing:
-                raise InputError(f"{path} is no selection trace: it lacks {', '.join(sorted(missing))}")
-            return cls(
-                data["picks"].astype(np.int32), int(data["sink"]), int(data["n_candidates"]), str(data["origin"])
+        record = "record one with nosa-bench trace"
+        try:
+            with np.load(path, allow_pickle=False) as data:
+                missing = {"picks", "sink", "n_candidates", "origin"} - set(data.files)
+                if missing:
+                    raise InputError(f"{path} is no selection trace: it lacks {', '.join(sorted(missing))}; {record}")
+                attention = str(data["attention"]) if "attention" in data.files else "nosa"
+                if attention not in get_args(AttentionKind):
+                    raise InputError(f"{path} holds picks of {attention!r}, which is none of the systems here")
+                return cls(
+                    data["picks"].astype(np.int32), int(data["sink"]), int(data["n_candidates"]),
+                    str(data["origin"]), attention,  # type: ignore[arg-type]
+                )  # fmt: skip
+        except (OSError, EOFError, BadZipFile, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path} cannot be read as a selection trace: {error}; {record}") from error
+
+    def require_fit(self, config: NosaConfig, attention: AttentionKind, *, first_length: int, steps: int) -> None:
+        """Refuse to be replayed where it does not fit.
+
+        Args:
+          config, attention: what is to attend to the picks.
+          first_length: tokens in every row at the first step.
+          steps: that are to be replayed.
+
+        Raises:
+          InputError: the trace is of another system or budget, shorter than the steps, or picks blocks that the rows
+            do not have outside of the local window.
+        """
+        budget = config.budget_for(attention)
+        wanted = budget.query + budget.evict
+        n_steps, _, n_picks = self.picks.shape
+        end, there = self.sink + self.n_candidates, first_length // config.block_size + 1 - budget.local
+        if self.attention != attention:
+            raise InputError(f"the trace holds picks of {self.attention!r} and {attention!r} is to replay them")
+        if n_picks != wanted or self.sink != budget.sink:
+            raise InputError(
+                f"the trace has {n_picks} picks behind {self.sink} sink blocks, and the model picks {wanted} behind "
+                f"{budget.sink}; record one from a model with that budget (C={budget.total})"
+            )
+        if n_steps < steps:
+            raise InputError(
+                f"the trace holds {n_steps} steps and {steps} are to be replayed; record more with nosa-bench trace "
+                "--tokens, or time fewer with --steps and --rounds"
+            )
+        if end > there:
+            needed = (end + budget.local - 1) * config.block_size
+            raise InputError(
+                f"the trace picks among the first {end} blocks, and rows of {first_length} tokens have {there} outside "
+                f"of the local window; replay it at {needed + steps} tokens or more, or record one from shorter prompts"
             )
 
     def misses(self, slots: int, forced: int) -> float:
@@ -97,6 +147,7 @@ def synthetic_trace(
     steps: int,
     streams: int = 64,
     misses: dict[int, float] | None = None,
+    attention: AttentionKind = "nosa",
     seed: int = 0,
 ) -> SelectionTrace:
     """A trace with stated misses per step at several table sizes.
@@ -108,8 +159,9 @@ def synthetic_trace(
       config: its budget and block size.
       context: tokens at the first step.
       misses: by number of slots, the first being C; None takes `PUBLISHED_MISSES`.
+      attention: the system whose picks these are to be.
     """
-    budget = config.budget
+    budget = config.budget_for(attention)
     wanted = PUBLISHED_MISSES if misses is None else misses
     sizes = sorted(wanted)
     if sizes[0] != budget.total:
@@ -147,7 +199,8 @@ def synthetic_trace(
     trace = SelectionTrace(picks + budget.sink, budget.sink, n_candidates, "")
     reached = {size: trace.misses(size, budget.sink + budget.local) for size in sizes}
     found = ", ".join(f"{value:.2f} with {size} slots" for size, value in reached.items())
-    return SelectionTrace(trace.picks, budget.sink, n_candidates, f"synthetic: {found} miss of {budget.total} a step")
+    origin = f"synthetic: {found} miss of {budget.total} a step"
+    return SelectionTrace(trace.picks, budget.sink, n_candidates, origin, attention)
 
 
 def replayed_ids(
@@ -155,11 +208,11 @@ def replayed_ids(
 ) -> Int[Array, "B K C"]:
     """Selected block ids of one step and layer: the picks, between the blocks that the token at `lengths` must have.
 
-    Streams are dealt out to rows and KV heads in turn, beginning elsewhere in every layer.
+    Streams are dealt out to layers, rows and KV heads in turn: each gets its own where the trace has as many.
     """
     budget, heads = config.budget, config.num_kv_heads
     current = lengths // config.block_size
-    stream = layer * 17 + jnp.arange(lengths.shape[0] * heads)
+    stream = jnp.arange(lengths.shape[0] * heads) + layer * lengths.shape[0] * heads
     own = picks[stream % picks.shape[0]].reshape(lengths.shape[0], heads, -1)
     sink = jnp.broadcast_to(jnp.arange(budget.sink), (*own.shape[:2], budget.sink))
     local = current[:, None, None] + 1 - budget.local + jnp.arange(budget.local)

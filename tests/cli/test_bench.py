@@ -1,12 +1,19 @@
-"""nosa-bench as a user calls it, on the tiny model."""
+"""nosa-bench throughput as a user calls it, on the tiny model."""
 
 import json
 import re
+import time
 
+import jax
 import pytest
 
-from nosa_jax.infer import bench
-from nosa_jax.infer.throughput import SYSTEMS, beside_weights
+from nosa_jax import NosaConfig, NosaLM
+from nosa_jax.infer import bench, bench_throughput, freeze
+from nosa_jax.infer.random_contents import random_model
+from nosa_jax.infer.rates import DeviceRates
+from nosa_jax.infer.throughput import SYSTEMS
+
+TINY = ("--model", "tiny", "--layers", "1", "--host-budget", "16MiB")
 
 
 def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
@@ -16,34 +23,104 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     return code, shown.out, shown.err
 
 
+@pytest.fixture
+def rates(monkeypatch):
+    """No time goes into measuring the machine."""
+    monkeypatch.setattr(bench_throughput, "measure_rates", lambda: DeviceRates(1e10, 1e9))
+
+
 @pytest.mark.slow
 def test_all_systems_are_measured_beside_their_floors(monkeypatch, capsys, tmp_path):
-    """A table, JSON and a picture; every row says where its selection comes from."""
+    """A table, JSON and a picture; every row says where its selection comes from and what memory was planned."""
     code, out, _ = run(
-        monkeypatch, capsys, "throughput", "--model", "tiny", "--layers", "1", "--contexts", "1024", "--batches", "2",
-        "--steps", "2", "--locality", "weights", "--host-budget", "16MiB", "--out", str(tmp_path),
+        monkeypatch, capsys, "throughput", *TINY, "--contexts", "1024", "--batches", "2", "--steps", "2",
+        "--rounds", "2", "--steps-per-dispatch", "1", "4", "--locality", "weights", "--out", str(tmp_path),
     )  # fmt: skip
     assert code == 0
     assert "random weights" in out
+    assert "caches filled with random contents, not by a prefill" in out
     assert "selection of" in out
     report = json.loads((tmp_path / "throughput.json").read_text())
-    assert [row["system"] for row in report["measurements"]] == list(SYSTEMS)
+    assert [(row["system"], row["steps_per_dispatch"]) for row in report["measurements"]] == [
+        (system, n) for system in SYSTEMS for n in (1, 4)
+    ]
     for row in report["measurements"]:
         assert row["step_seconds"] > 0
+        assert row["host_seconds"] > 0
+        assert len(row["round_seconds"]) == 2
         assert row["floor_seconds"] > 0
         assert row["tokens_per_second"] == pytest.approx(2 / row["step_seconds"])
-        assert row["locality"] == "as it comes from the weights"
+        assert row["locality"] == (
+            "every block is attended to" if row["system"] == "dense" else "as it comes from the weights"
+        )
         assert (row["misses"] > 0) == (row["slots"] < 64), row  # 64 blocks: with a slot for each nothing is fetched
+        assert {"parameters", "KV slots", "pooled keys", "workspace"} <= set(row["planned_bytes"])
+        assert row["device_bytes"] == sum(row["planned_bytes"].values())
+        assert 0 < row["program_bytes"] <= row["planned_bytes"]["workspace"]
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_budget_decides_how_many_rows_fit():
-    config = bench.NosaConfig.tiny()
-    system, budget = SYSTEMS["nosa"], 40 * 2**20
-    rows = bench.largest_batch(system, config, 4096, budget, limit=4096)
-    assert beside_weights(system.layout(config, rows, 4096)) <= budget
-    assert beside_weights(system.layout(config, rows + 1, 4096)) > budget
-    assert rows > bench.largest_batch(SYSTEMS["dense"], config, 4096, budget, limit=4096)
+@pytest.mark.slow
+def test_what_does_not_fit_into_the_time_is_left_out_and_the_rest_is_written(monkeypatch, capsys, tmp_path, rates):
+    """One row is measured whatever the limit; shared host pages are said; the file has what was left out."""
+    code, out, _ = run(
+        monkeypatch, capsys, "throughput", *TINY[:-1], "512KiB", "--cases", "nosa-c:1K:4,locality=2", "nosa:1K:4",
+        "dense:1K:4", "--steps", "4", "--rounds", "2", "--locality", "weights", "--compile-together", "1",
+        "--seconds", "0.1", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0
+    assert "nosa, 1024 tokens, 4 rows: no time left; left out" in out
+    assert "host pages are shared" in out
+    report = json.loads((tmp_path / "throughput.json").read_text())
+    (row,) = report["measurements"]
+    assert row["system"] == "nosa-c"
+    assert row["locality"].startswith("synthetic: ")
+    assert row["misses"] == pytest.approx(2, abs=0.7)
+    assert row["shared_pages"] > 1
+    assert len(report["left_out"]) == 2
+    assert report["targets"] == []
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_does_not_take_the_others_along(monkeypatch, capsys, tmp_path, rates):
+    """Out of device memory, and a program that does not compile."""
+    compiled, measured = bench_throughput.compile_steps, bench_throughput.measure
+
+    def compile_steps(model, layout, *rest):
+        if layout.attention == "dense":
+            raise RuntimeError("no such kernel")
+        return compiled(model, layout, *rest)
+
+    def measure(model, system, *rest, **options):
+        if system.name == "nosa-c":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return measured(model, system, *rest, **options)
+
+    monkeypatch.setattr(bench_throughput, "compile_steps", compile_steps)
+    monkeypatch.setattr(bench_throughput, "measure", measure)
+    cases = ("dense:1K:1", "nosa-c:1K:1", "nosa-resident:1K:1")
+    code, out, _ = run(
+        monkeypatch, capsys, "throughput", *TINY, "--cases", *cases, "--steps", "2", "--rounds", "1",
+        "--locality", "weights", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0
+    assert "dense, 1024 tokens, 1 rows: RuntimeError: no such kernel; left out" in out
+    assert "nosa-c, 1024 tokens, 1 rows: out of device memory; left out" in out
+    report = json.loads((tmp_path / "throughput.json").read_text())
+    assert [row["system"] for row in report["measurements"]] == ["nosa-resident"]
+
+
+def test_random_parameters_are_those_of_a_fresh_model():
+    """The same tree, shapes and dtypes as initialising the model, and values of the same spread."""
+    config = NosaConfig.tiny(num_layers=3, dtype="bfloat16")
+    ours = random_model(config)
+    fresh = freeze(NosaLM.from_config(config.replace(param_dtype="bfloat16")))
+    assert jax.tree.structure(ours) == jax.tree.structure(fresh)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(fresh), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert float(one.std()) == pytest.approx(float(other.std()), rel=0.2, abs=1e-6)
+    layers = ours.module().layers
+    assert (layers[0].attention.q_weight_dnh[...] != layers[1].attention.q_weight_dnh[...]).any()
 
 
 @pytest.mark.parametrize(
@@ -52,19 +129,36 @@ def test_a_budget_decides_how_many_rows_fit():
         (["--systems", "magic"], r"unknown systems magic; known: dense, infllmv2"),
         (["--batches", "0"], r"batch 0 .* needs a --device-budget"),
         (["--locality", "published"], r"published locality is of 64 selected blocks and this model selects 16"),
+        (["--cases", "nosa:1K"], r"'nosa:1K' is no row to measure; write SYSTEM:CONTEXT:ROWS.* like nosa:64K:16"),
+        (["--cases", "nosa:1K:0"], r"'0' in 'nosa:1K:0' is no positive number"),
+        (["--cases", "nosa:1K:2,colour=red"], r"has the unknown option 'colour'"),
+        (["--cases", "nosa:1K:2,locality=often"], r"locality=often .* must be weights, published or a positive number"),
+        (["--cases", "nosa:1K:2,budget=lots"], r"'lots' is no memory size"),
+        (["--steps-per-dispatch", "0"], r"--steps-per-dispatch 0 must be at least 1"),
+        (["--rounds", "0"], r"--rounds 0 must be at least 1"),
+        (["--contexts", "128", "--locality", "weights"], r"timing takes 264 steps, more than the context has tokens"),
+        (["--trace", "none.npz"], r"none\.npz cannot be read as a selection trace: .*record one with nosa-bench trace"),
     ],
 )
 def test_what_cannot_be_measured_is_said(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(bench, "measure_rates", lambda: bench.DeviceRates(1e9, 1e9))
-    code, _, err = run(
-        monkeypatch, capsys, "throughput", "--model", "tiny", "--layers", "1", "--contexts", "1024", *arguments
-    )
+    """Before a model is made or anything is timed."""
+    start = time.perf_counter()
+    code, _, err = run(monkeypatch, capsys, "throughput", *TINY, "--contexts", "1024", *arguments)
     assert code == 2
     assert err.startswith("nosa-bench: ")
     assert re.search(message, err), err
+    assert time.perf_counter() - start < 20
 
 
-def test_without_a_command_it_says_which_there_is(monkeypatch, capsys):
+def test_layers_of_a_checkpoint_are_its_own(monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "throughput", "--model", "somewhere", "--layers", "2")
+    assert code == 2
+    assert "--layers 2 is for nosa_8b, nosa_1b, tiny; a checkpoint has its own" in err
+
+
+def test_without_a_command_it_says_which_there_are(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys)
     assert code == 2
     assert "nosa-bench throughput" in err
+    assert "nosa-bench trace" in err
+    assert run(monkeypatch, capsys, "--help")[0] == 0

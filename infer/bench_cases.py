@@ -1,0 +1,208 @@
+"""What `nosa-bench throughput` measures: rows as text, the suite of the rows that matter most, and what they show."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nosa_jax.config import NosaConfig
+from nosa_jax.errors import InputError
+from nosa_jax.infer.plan import parse_bytes
+from nosa_jax.infer.throughput import SYSTEMS, Measurement, System, beside_weights
+
+# Misses of InfLLMv2 with exactly C slots that the throughputs published with NOSA imply, at 16K tokens and 16 rows on
+# an H100 (arXiv 2510.13602): 16/1762.16 - 16/2551.66 = 2.81 ms more a step, which a link of 50 GB/s fills with 4.2
+# blocks of 32 KiB per layer (32), row and KV head (2), beside NOSA's 3.58. An inference, not a measurement.
+INFLLMV2_MISSES = 7.8
+
+ROW_FORM = "SYSTEM:CONTEXT:ROWS[,budget=24GiB][,locality=weights|published|MISSES][,steps=N]"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to measure.
+
+    rows: 0 for as many as the budget holds. budget: of device memory beside the weights, as text; None for no limit.
+    locality: "published", "weights", or the misses a step at C slots of a synthetic trace; None for the command's.
+    steps_per_dispatch: None for the command's.
+    """
+
+    system: System
+    context: int
+    rows: int
+    budget: str | None = None
+    locality: str | None = None
+    steps_per_dispatch: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """Read `ROW_FORM`; contexts may end in K, rows may be "max".
+
+        Raises:
+          InputError: the text has another form; names the part.
+        """
+        head, *options = text.split(",")
+        parts = head.split(":")
+        if len(parts) != 3:
+            raise InputError(f"{text!r} is no row to measure; write {ROW_FORM}, like nosa:64K:16")
+        name, context, rows = parts
+        case = cls(system_named(name), _number(context, text), 0 if rows == "max" else _number(rows, text))
+        for option in options:
+            key, _, value = option.partition("=")
+            match key:
+                case "budget":
+                    parse_bytes(value)
+                    case = dataclasses.replace(case, budget=value)
+                case "locality":
+                    _check_locality(value, text)
+                    case = dataclasses.replace(case, locality=value)
+                case "steps":
+                    case = dataclasses.replace(case, steps_per_dispatch=_number(value, text))
+                case _:
+                    raise InputError(f"{text!r} has the unknown option {key!r}; write {ROW_FORM}")
+        return case
+
+    def fit(self, config: NosaConfig, most: int) -> "Case | None":
+        """The case with its number of rows; None if the budget does not hold them.
+
+        Raises:
+          InputError: as many rows as fit are asked for, and nothing says into what.
+        """
+        budget = parse_bytes(self.budget)
+        if self.rows == 0:
+            if budget is None:
+                raise InputError("batch 0 (as many rows as fit) needs a --device-budget")
+            found = largest_batch(self.system, config, self.context, budget, most)
+            return dataclasses.replace(self, rows=found) if found else None
+        needed = beside_weights(self.system.layout(config, self.rows, self.context))
+        return self if budget is None or needed <= budget else None
+
+    def __str__(self) -> str:
+        budget = "" if self.budget is None else f", {self.budget}"
+        rows = f"{self.rows} rows" if self.rows else "as many rows as fit"
+        return f"{self.system.name}, {self.context} tokens, {rows}{budget}"
+
+
+def system_named(name: str) -> System:
+    """One of `SYSTEMS`. Raises InputError naming them."""
+    if name not in SYSTEMS:
+        raise InputError(f"unknown systems {name}; known: {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]
+
+
+def largest_batch(system: System, config: NosaConfig, context: int, budget: int, most: int) -> int:
+    """The most rows, up to a limit, whose cache and workspace fit into the budget; 0 if not even one does."""
+    fits, too_many = 0, most + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if beside_weights(system.layout(config, middle, context)) <= budget:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def _number(value: str, text: str) -> int:
+    digits, factor = (value[:-1], 1024) if value[-1:] in ("K", "k") else (value, 1)
+    if not digits.isdecimal() or int(digits) < 1:
+        raise InputError(f"{value!r} in {text!r} is no positive number; write {ROW_FORM}")
+    return int(digits) * factor
+
+
+def _check_locality(value: str, text: str) -> None:
+    if value in ("weights", "published"):
+        return
+    try:
+        positive = float(value) > 0
+    except ValueError:
+        positive = False
+    if not positive:
+        raise InputError(f"locality={value} in {text!r} must be weights, published or a positive number of misses")
+
+
+def target_cases() -> list[Case]:
+    """The rows that the project's targets speak of, the most important first."""
+    infllmv2 = f"locality={INFLLMV2_MISSES}"
+    rows = (
+        "nosa:64K:16",
+        "dense:96K:max,budget=24GiB",
+        "nosa:96K:max,budget=24GiB",
+        "nosa-c:16K:16",
+        f"infllmv2-c:16K:16,{infllmv2}",
+        "nosa-resident:32K:16",
+        "nosa:32K:16",
+        "nosa-c:64K:16",
+        "nosa:64K:32",
+        "nosa:64K:64",
+        "nosa:64K:16,steps=1",
+        "nosa:16K:16",
+        f"infllmv2:16K:16,{infllmv2}",
+        "infllmv2-c:16K:16,locality=weights",
+        "nosa-c:96K:max,budget=24GiB",
+        "dense:64K:16",
+        "dense:16K:16",
+    )
+    return [Case.parse(row) for row in rows]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure to reach: what it says, its value from the rows there are, and the limit with its direction."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool
+
+    @property
+    def reached(self) -> bool:
+        """Whether the value is on the right side of the limit."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def __str__(self) -> str:
+        sign = ">=" if self.at_least else "<="
+        return (
+            f"{self.name}: {self.value:.2f} (target {sign} {self.limit:g}, {'reached' if self.reached else 'missed'})"
+        )
+
+
+def targets(rows: Sequence[Measurement]) -> list[Target]:
+    """Every target whose rows were measured; of equal rows with other dispatches the fastest counts."""
+    found: list[Target] = []
+
+    def best(*systems: str, where: Callable[[Measurement], bool] = lambda r: True, **sizes: object) -> float | None:
+        """Tokens per second of the fastest row of some systems."""
+        chosen = [
+            r.tokens_per_second
+            for r in rows
+            if r.system in systems and where(r) and all(getattr(r, name) == value for name, value in sizes.items())
+        ]
+        return max(chosen, default=None)
+
+    def ratio(name: str, limit: float, one: float | None, other: float | None) -> None:
+        if one is not None and other is not None:
+            found.append(Target(name, one / other, limit, at_least=True))
+
+    for budget in dict.fromkeys(r.device_budget for r in rows if r.context == 98_304):
+        sizes = {"context": 98_304, "device_budget": budget}
+        ratio(
+            f"tokens/s of NOSA over dense, 96K, {budget or 'no limit'}", 5.04,
+            best("nosa", "nosa-c", **sizes), best("dense", **sizes),
+        )  # fmt: skip
+    at_16k = {"context": 16_384, "batch": 16}
+    for origin in dict.fromkeys(r.locality for r in rows if r.system == "infllmv2-c"):
+        ratio(
+            f"tokens/s of NOSA over InfLLMv2 ({origin}), C slots, 16K, 16 rows", 1.45, best("nosa-c", **at_16k),
+            best("infllmv2-c", where=lambda r, origin=origin: r.locality == origin, **at_16k),
+        )  # fmt: skip
+    at_64k = {"context": 65_536, "batch": 16}
+    ratio("tokens/s of NOSA over its authors' setting, 64K, 16 rows", 1.4, best("nosa", **at_64k),
+          best("nosa-c", **at_64k))  # fmt: skip
+    for batch in (16, 32, 64):
+        own = [r.of_floor for r in rows if (r.system, r.context, r.batch) == ("nosa", 65_536, batch)]
+        if own:
+            found.append(Target(f"step over its floor, 64K, {batch} rows", min(own), 1.35, at_least=False))
+    at_32k = {"context": 32_768, "batch": 16}
+    offloaded, resident = best("nosa", **at_32k), best("nosa-resident", **at_32k)
+    if offloaded is not None and resident is not None:
+        found.append(Target("time lost to offloading, 32K, 16 rows", resident / offloaded - 1, 0.25, at_least=False))
+    return found
