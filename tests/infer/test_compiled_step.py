@@ -108,12 +108,17 @@ def test_nothing_compiles_after_warm_up_whatever_the_length():
         assert len(compiled) == 1, "compilations are not counted"
 
 
-@pytest.mark.parametrize("offload", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_nothing_compiles_after_warm_up(offload):
+@pytest.mark.parametrize(
+    ("offload", "at_once"),
+    [(True, 4), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((True, 1), (True, 14), (True, 15), (False, 4)))],
+)
+def test_nothing_compiles_after_warm_up(offload, at_once):
     """Promise 4: after `warm_up`, requests of every length that the plan allows compile nothing, however their prompts
-    are cut, whether they are sampled, cancelled, stopped or share steps. The metrics start anew."""
+    are cut, whether they are sampled, cancelled, stopped or share steps, however many of those are dispatched at once
+    (14 are the most that a request within 16 tokens takes). The metrics start anew."""
     model, context, chunk = random_model(ONE_LAYER), 16, 8
-    with Engine(model, max_batch=3, max_context=context, slots=C, offload=offload, prefill_chunk=chunk) as engine:
+    options = dict(max_batch=3, max_context=context, slots=C, prefill_chunk=chunk, steps_per_dispatch=at_once)
+    with Engine(model, offload=offload, **options) as engine:
         assert engine.warm_up() > 0
         now = engine.metrics()
         assert (now.submitted, now.steps, now.generated_tokens, now.busy_seconds) == (0, 0, 0, 0)
@@ -134,7 +139,7 @@ def test_nothing_compiles_after_warm_up(offload):
         # The pool may hold less than a row: what cannot be asked for is not compiled, and nothing is refused.
     if offload:
         group = model.config.num_kv_heads * engine.layout.page_bytes
-        with Engine(model, max_batch=3, max_context=context, slots=C, host_budget=2 * group) as small:
+        with Engine(model, host_budget=2 * group, **options) as small:
             small.warm_up(sampling=False)
 
 
