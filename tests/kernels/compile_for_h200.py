@@ -1,5 +1,5 @@
 """Compiles what a GPU runs for an H200, on a machine without one: `python compile_for_h200.py CASE`, with JAX's CUDA
-plugin on the path. Prints one line of JSON: bytes of temporaries and of copies, the plan's bound, and the custom calls.
+plugin on the path. Prints a line of JSON: bytes of temporaries and of copies, the plan's bound, custom calls, loops.
 
 XLA and the kernels' compiler need a description of the device, not the device. Only what runs is missing.
 """
@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nosa_jax import NosaConfig, NosaLM, selection
 from nosa_jax.infer import freeze, plan, prefill, step
+from nosa_jax.infer.row_steps import steps_function
+from nosa_jax.infer.sampling import empty_sampling
 from nosa_jax.offload import CacheLayout, init_state
 from nosa_jax.pallas_kernels import dispatch, sparse_attention
 
@@ -57,6 +59,22 @@ def decode_step(batch: int, context: int, *, offload: bool):
     return compile_for_h200(step, model, state, tokens, donate_argnums=1), plan.decode_bytes(layout)
 
 
+def decode_steps(batch: int, context: int, *, steps: int, greedy: bool):
+    """What the engine dispatches: steps with their sampling, in a loop."""
+    config = NosaConfig.nosa_8b(num_layers=2, param_dtype="bfloat16")
+    layout = CacheLayout(config, "nosa", batch, context, True, 2 * config.budget.total)
+    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda: freeze(NosaLM.from_config(config))))
+    state = jax.eval_shape(lambda: init_state(layout))
+    sampling = jax.eval_shape(lambda: empty_sampling(batch))
+    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def run(*args):
+        return steps_function(structure).__wrapped__(*args, steps=steps, greedy=greedy, record=False)
+
+    compiled = compile_for_h200(run, leaves, state, tokens, sampling, donate_argnums=(1, 3))
+    return compiled, plan.decode_bytes(layout)
+
+
 def prefill_layer(context: int, piece: int):
     config = NosaConfig.nosa_8b(num_layers=1, param_dtype="bfloat16")
     layout = CacheLayout(config, "nosa", 1, context, True, 2 * config.budget.total)
@@ -94,6 +112,7 @@ def attention(length: int, *, heads: int, kv_heads: int, head_dim: int, gradient
 CASES = {
     "decode, offloaded": lambda: decode_step(16, 65_536, offload=True),
     "decode, resident": lambda: decode_step(4, 65_536, offload=False),
+    "decode, eight steps at once": lambda: decode_steps(16, 65_536, steps=8, greedy=False),
     "prefill, 128K at once": lambda: prefill_layer(131_072, 131_072),
     "prefill, a piece of 128K": lambda: prefill_layer(131_072, 8192),
     "attention": lambda: attention(131_072, heads=32, kv_heads=2, head_dim=128, gradient=False),
@@ -120,6 +139,7 @@ def main() -> None:
                                  for m in re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", text)),
                 "bound": bound,
                 "calls": text.count('custom_call_target="mosaic_gpu_v2"'),
+                "trips": [int(n) for n in re.findall(r'"known_trip_count":\{"n":"(\d+)"', text)],
             }
         )
     )  # fmt: skip
