@@ -8,11 +8,9 @@ whole cache in slots without the handlers; with the handlers, every block in a s
 bandwidth given, and the bytes it fetches over the link's; and on a GPU, the time in which a profile shows kernels.
 """
 
-import gzip
 import json
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from device_trace import device_events
 
-from nosa_jax import NosaConfig, NosaLM
+from nosa_jax import NosaConfig
 from nosa_jax.ffi import HostPool
-from nosa_jax.infer import FrozenModel, decode_step, freeze, step
+from nosa_jax.infer import FrozenModel, decode_step, step
 from nosa_jax.infer.environment import environment
-from nosa_jax.infer.random_contents import filled_state
+from nosa_jax.infer.random_contents import filled_state, random_model
 from nosa_jax.offload import CacheLayout, DecodeState
 
 
@@ -51,22 +50,14 @@ class Options:
 def busy_seconds(model: FrozenModel, state: DecodeState, tokens: jax.Array) -> tuple[float, DecodeState]:
     """Seconds of a step in which the device runs something, the sum over its kernels and copies; 0 on a CPU."""
     steps = 8
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                _, state = decode_step(model, state, tokens)
-            jax.block_until_ready(state.logits)
-        (path,) = Path(folder).glob("plugins/profile/*/*.trace.json.gz")
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("ph") == "M" and "name" in e["args"]}
-    of_device = [
-        e["dur"]
-        for e in events
-        if e.get("ph") == "X"
-        and "GPU" in names.get((e["pid"], None), "")
-        and "Stream" in names.get((e["pid"], e["tid"]), "")
-    ]
-    return sum(of_device) / steps / 1e6, state
+
+    def run() -> None:
+        nonlocal state
+        for _ in range(steps):
+            _, state = decode_step(model, state, tokens)
+        jax.block_until_ready(state.logits)
+
+    return sum(event.duration for event in device_events(run)) / steps / 1e6, state
 
 
 def time_steps(model: FrozenModel, layout: CacheLayout, options: Options) -> dict[str, Any]:
@@ -120,7 +111,7 @@ def main() -> int:
     """Time the three steps and write the figures."""
     options = tyro.cli(Options, description=__doc__)
     config = NosaConfig.nosa_8b(num_layers=options.layers, param_dtype="bfloat16")
-    model = freeze(NosaLM.from_config(config))
+    model = random_model(config)
     n_blocks = config.num_blocks(options.context)
     needed = config.budget.total
     layouts = {

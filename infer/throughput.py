@@ -144,11 +144,18 @@ def beside_weights(layout: CacheLayout) -> int:
     return layout.device_bytes() + decode_bytes(layout)
 
 
-def compile_steps(model: FrozenModel, layout: CacheLayout, steps: int, picks: jax.Array | None) -> Program:
+def compile_steps(
+    model: FrozenModel,
+    layout: CacheLayout,
+    steps: int,
+    picks: jax.Array | None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Program:
     """Compile a program of `steps` greedy decode steps; from several threads at once, if wanted.
 
     It takes leaves, not trees, since taking a large model apart costs the host as much as the dispatch.
     picks: [trace steps, streams, picks] to replay, of which the shape counts; None attends to what is selected.
+    compiler_options: of XLA, by name.
     """
     start = time.perf_counter()
     leaves, structure = jax.tree.flatten(model)
@@ -164,7 +171,9 @@ def compile_steps(model: FrozenModel, layout: CacheLayout, steps: int, picks: ja
         state = jax.tree.unflatten(state_structure, state_leaves)
         return jax.tree.leaves(one(jnp.zeros(()), state) if steps == 1 else jax.lax.fori_loop(0, steps, one, state))
 
-    compiled = jax.jit(many, donate_argnums=1).lower(leaves, state_leaves, picks).compile()
+    compiled = (
+        jax.jit(many, donate_argnums=1, compiler_options=compiler_options).lower(leaves, state_leaves, picks).compile()
+    )
     memory = compiled.memory_analysis()
     beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0
     return Program(layout, compiled, state_structure, beside, time.perf_counter() - start)

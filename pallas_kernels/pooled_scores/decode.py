@@ -13,7 +13,7 @@ earlier: the same logits, read one row higher.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,124 @@ def _score_kernel(logits_ref: Any, top_ref: Any, sum_ref: Any, positions_ref: An
         out_ref[head_row, pl.ds(block, TILE)] = nothing
 
 
+class SplitLogits(NamedTuple):
+    """What the first kernel leaves for the second.
+
+    logits: times log2 e, [rows * K * phases * padded blocks, group padded to eights], one row of padding before the
+      blocks of every phase. tops, sums: softmax statistics of each split of each row.
+    """
+
+    logits: jax.Array
+    tops: jax.Array
+    sums: jax.Array
+
+
+class _Sizes(NamedTuple):
+    """How the work of both kernels is cut."""
+
+    rows: int
+    n_kv: int
+    group: int
+    padded_group: int
+    splits: int
+    score_tiles: int
+    padded_blocks: int
+
+
+def _sizes(q: jax.Array, keys: jax.Array, n_blocks: int) -> _Sizes:
+    batch, queries, n_heads, _ = q.shape
+    n_kv = keys.shape[0] // batch
+    group, rows = n_heads // n_kv, batch * queries
+    key_tiles, score_tiles = pl.cdiv(keys.shape[1], TILE), pl.cdiv(n_blocks, TILE)
+    return _Sizes(
+        rows=rows,
+        n_kv=n_kv,
+        group=group,
+        padded_group=-(-group // HEAD_ALIGN) * HEAD_ALIGN,
+        splits=max(1, min(key_tiles, PROGRAMS // (rows * n_kv))),
+        score_tiles=score_tiles,
+        padded_blocks=1 + max(key_tiles, score_tiles) * TILE,
+    )
+
+
+def split_logits(
+    q: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    *,
+    n_blocks: int,
+    phases: int,
+    n_windows: int,
+    window: int,
+    stride: int,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> SplitLogits:
+    """The first kernel: logits of every visible window; arguments as for `decode_scores`."""
+    queries, head_dim = q.shape[1], q.shape[3]
+    sizes = _sizes(q, keys, n_blocks)
+    grouped = q.reshape(sizes.rows * sizes.n_kv, sizes.group, head_dim)
+    if sizes.padded_group != sizes.group:
+        grouped = jnp.pad(grouped, ((0, 0), (0, sizes.padded_group - sizes.group), (0, 0)))
+    transforms = operand_transforms(head_dim)
+    statistics = jax.ShapeDtypeStruct((sizes.rows * sizes.n_kv * sizes.splits, sizes.padded_group), jnp.float32)
+    logits = (sizes.rows * sizes.n_kv * phases * sizes.padded_blocks, sizes.padded_group)
+    depth = max(2, min(RING, 98_304 // (TILE * head_dim * 2)))
+    return SplitLogits(
+        *plgpu.kernel(
+            functools.partial(
+                _logit_kernel, queries=queries, scale=1 / math.sqrt(head_dim), n_kv=sizes.n_kv, splits=sizes.splits,
+                phases=phases, n_windows=n_windows, window=window, stride=stride, padded_blocks=sizes.padded_blocks,
+            ),
+            out_type=(jax.ShapeDtypeStruct(logits, jnp.float32), statistics, statistics),
+            scratch_types=(
+                plgpu.SMEM((sizes.padded_group, head_dim), q.dtype, transforms=transforms),
+                plgpu.SMEM((depth, TILE, head_dim), q.dtype, transforms=transforms),
+                plgpu.Barrier(),
+                plgpu.Barrier(num_barriers=depth),
+            ),
+            grid=(sizes.rows, sizes.n_kv, sizes.splits),
+            grid_names=("row", "kv", "split"),
+            num_threads=1,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=interpret,
+            kernel_name="pooled_logits",
+        )(grouped.reshape(-1, head_dim), keys, positions.reshape(sizes.rows).astype(jnp.int32))
+    )  # fmt: skip
+
+
+def merged_scores(
+    parts: SplitLogits,
+    q: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    *,
+    n_blocks: int,
+    phases: int,
+    n_windows: int,
+    window: int,
+    stride: int,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """The second kernel: block scores from the logits; of `q` and `keys` only the shapes count."""
+    sizes = _sizes(q, keys, n_blocks)
+    scores = plgpu.kernel(
+        functools.partial(
+            _score_kernel, group=sizes.group, n_kv=sizes.n_kv, splits=sizes.splits, phases=phases, n_windows=n_windows,
+            window=window, stride=stride, padded_blocks=sizes.padded_blocks,
+        ),
+        out_type=jax.ShapeDtypeStruct((sizes.rows * sizes.n_kv, sizes.score_tiles * TILE), jnp.float32),
+        grid=(sizes.rows, sizes.n_kv, sizes.score_tiles),
+        grid_names=("row", "kv", "tile"),
+        num_threads=1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="pooled_scores",
+    )(*parts, positions.reshape(sizes.rows).astype(jnp.int32))  # fmt: skip
+    return scores[:, :n_blocks].reshape(*q.shape[:2], sizes.n_kv, n_blocks)
+
+
 def decode_scores(
     q: jax.Array,
     keys: jax.Array,
@@ -172,55 +290,7 @@ def decode_scores(
       q: queries. keys: pooled keys as [B * K, W', phases * H], W' blocks of `phases` windows.
       positions: [B, T]. n_blocks: M. n_windows: windows that exist, at most W' * phases.
     """
-    batch, queries, n_heads, head_dim = q.shape
-    n_kv = keys.shape[0] // batch
-    group = n_heads // n_kv
-    padded_group = -(-group // HEAD_ALIGN) * HEAD_ALIGN
-    rows = batch * queries
-    grouped = q.reshape(rows * n_kv, group, head_dim)
-    if padded_group != group:
-        grouped = jnp.pad(grouped, ((0, 0), (0, padded_group - group), (0, 0)))
-    flat_positions = positions.reshape(rows).astype(jnp.int32)
-    key_tiles = pl.cdiv(keys.shape[1], TILE)
-    score_tiles = pl.cdiv(n_blocks, TILE)
-    splits = max(1, min(key_tiles, PROGRAMS // (rows * n_kv)))
-    padded_blocks = 1 + max(key_tiles, score_tiles) * TILE
-    statics = dict(n_kv=n_kv, splits=splits, phases=phases, n_windows=n_windows, window=window, stride=stride,
-                   padded_blocks=padded_blocks)  # fmt: skip
-    params = plgpu.CompilerParams(approx_math=True)
-    transforms = operand_transforms(head_dim)
-    statistics = jax.ShapeDtypeStruct((rows * n_kv * splits, padded_group), jnp.float32)
-    depth = max(2, min(RING, 98_304 // (TILE * head_dim * 2)))
-    logits, top, total = plgpu.kernel(
-        functools.partial(_logit_kernel, queries=queries, scale=1 / math.sqrt(head_dim), **statics),
-        out_type=(
-            jax.ShapeDtypeStruct((rows * n_kv * phases * padded_blocks, padded_group), jnp.float32),
-            statistics,
-            statistics,
-        ),
-        scratch_types=(
-            plgpu.SMEM((padded_group, head_dim), q.dtype, transforms=transforms),
-            plgpu.SMEM((depth, TILE, head_dim), q.dtype, transforms=transforms),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=depth),
-        ),
-        grid=(rows, n_kv, splits),
-        grid_names=("row", "kv", "split"),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=params,
-        interpret=interpret,
-        kernel_name="pooled_logits",
-    )(grouped.reshape(-1, head_dim), keys, flat_positions)
-    scores = plgpu.kernel(
-        functools.partial(_score_kernel, group=group, **statics),
-        out_type=jax.ShapeDtypeStruct((rows * n_kv, score_tiles * TILE), jnp.float32),
-        grid=(rows, n_kv, score_tiles),
-        grid_names=("row", "kv", "tile"),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=params,
-        interpret=interpret,
-        kernel_name="pooled_scores",
-    )(logits, top, total, flat_positions)
-    return scores[:, :n_blocks].reshape(batch, queries, n_kv, n_blocks)
+    rules: dict[str, Any] = dict(
+        n_blocks=n_blocks, phases=phases, n_windows=n_windows, window=window, stride=stride, interpret=interpret
+    )
+    return merged_scores(split_logits(q, keys, positions, **rules), q, keys, positions, **rules)
