@@ -88,7 +88,7 @@ def test_r2_ends_at_every_step_of_a_dispatch():
     tokens, places, requests = ending_everywhere()
     (ends, counts), (ends_one, counts_one) = outcomes(AT_ONCE, requests), outcomes(1, requests)
     assert ends == ends_one
-    for place, by_id, by_string in zip(places, ends, ends[len(places) :], strict=False):
+    for place, by_id, by_string in zip(places, ends[: len(places)], ends[len(places) :], strict=True):
         assert f"tokens={tokens[: place + 1]}" in by_id
         assert "finish_reason='eos'" in by_id
         assert f"tokens={tokens[: place + 1]}" in by_string
@@ -135,6 +135,9 @@ def test_no_row_goes_beyond_what_it_has_reserved():
         ([1, 9], False, False, 4),  # one ends within, another needs them all
         ([1, 9], False, True, 1),  # its row may go to whoever waits
         ([4, 9], False, True, 4),
+        ([1, *[9] * 7], False, True, 4),  # three of 32 row-steps are nobody's
+        ([1, 2, *[9] * 6], False, True, 1),  # five of them
+        ([3] * 9, False, True, 1),
         ([9, 9], True, False, 1),  # the next piece of a prompt comes after the steps
     ],
 )
