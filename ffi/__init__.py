@@ -4,7 +4,7 @@
 `assign_slots`, `swap_in` and `write_pages` are the single pieces.
 """
 
-from nosa_jax.ffi.append import PooledStatistics, append_token
+from nosa_jax.ffi.append import EvictionHead, PooledStatistics, append_token
 from nosa_jax.ffi.handlers import (
     Assignment,
     Fetched,
@@ -20,6 +20,7 @@ from nosa_jax.ffi.registration import has_cuda, status
 
 __all__ = [
     "Assignment",
+    "EvictionHead",
     "Fetched",
     "HostMemoryError",
     "HostPool",

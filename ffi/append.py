@@ -1,9 +1,10 @@
-"""Adding one token per row to a layer's pooled statistics on a GPU, in one launch."""
+"""What comes between a layer's projections and its selection for one token per row, on a GPU in one launch."""
 
 import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from nosa_jax.ffi.registration import has_cuda, register
@@ -21,36 +22,61 @@ class PooledStatistics(NamedTuple):
     cis: Float[Array, "B K M P"]
 
 
+class EvictionHead(NamedTuple):
+    """Weights of the eviction head, float32 (`nosa_jax.eviction`)."""
+
+    delta: Float[Array, "K K H"]
+    a: Float[Array, "K"]
+
+
 def append_token(
     statistics: PooledStatistics,
+    q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
-    cis: Float[Array, "B K"],
-    ranking: Float[Array, "B K"],
+    v: Float[Array, "B K H"],
+    cos: Float[Array, "B half"],
+    sin: Float[Array, "B half"],
+    head: EvictionHead | None,
     lengths: Int32[Array, " B"],
     active: Bool[Array, " B"],
     *,
     stride: int,
-) -> PooledStatistics:
-    """Account for the token at position `lengths` of every active row; everything is updated in place (docs/03).
+    exponential: bool,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K H"], PooledStatistics]:
+    """Rotate the token at position `lengths` of every row, score it, and account for it where the row is active.
 
-    For platform CUDA only, where it takes the place of half a dozen small kernels and gives the same bits.
+    For platform CUDA only, where it takes the place of a dozen small kernels (docs/03). Statistics are updated in
+    place; their sums have the bits of pooling a whole sequence.
 
     Args:
         statistics: donated. A window spans R strides.
-        k: rotated keys of the new tokens, in the dtype of `pooled_k`. cis: their eviction scores, float32.
-        ranking: what is pooled of them for the ranking of blocks, float32.
+        q, k, v: projections of the new tokens, not rotated, in the dtype of `pooled_k`.
+        cos, sin: `nosa_jax.rope.rope_tables` of the tokens' positions, float32.
+        head: gives the tokens' eviction scores; None: they are zero.
         lengths: tokens in each row before this one.
-        active: the rows to touch.
+        active: the rows whose statistics change.
         stride: tokens of a pooling stride.
+        exponential: blocks are ranked by exp of the eviction scores.
+
+    Returns: rotated queries, rotated keys, the values, and the statistics.
     """
     _load_kernels()
-    n_inputs = 5
+    heads, head_dim = k.shape[1:]
+    weights = head or EvictionHead(jnp.zeros((heads, heads, head_dim)), jnp.zeros(heads))
+    # Side by side, as one matrix product makes them: XLA then takes them from there without a copy.
+    rows = len(lengths)
+    projected = jnp.concatenate([x.reshape(rows, -1) for x in (q, k, v)], axis=1)
+    inputs = (projected, cos, sin, *weights, lengths, active)
+    outputs = (q, k, v)
     call = jax.ffi.ffi_call(
         "nosa_append_token",
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in statistics),
-        input_output_aliases={n_inputs + index: index for index in range(len(statistics))},
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*outputs, *statistics)),
+        input_output_aliases={len(inputs) + index: len(outputs) + index for index in range(len(statistics))},
     )
-    return PooledStatistics(*call(k, cis, ranking, lengths, active, *statistics, stride=stride))
+    rotated_q, rotated_k, same_v, *after = call(
+        *inputs, *statistics, stride=stride, scored=int(head is not None), exponential=int(exponential)
+    )
+    return rotated_q, rotated_k, same_v, PooledStatistics(*after)
 
 
 @functools.cache

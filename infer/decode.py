@@ -9,10 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.config import NosaConfig
+from nosa_jax.ffi import EvictionHead
 from nosa_jax.infer.frozen import FrozenModel, freeze
 from nosa_jax.infer.trace import replayed_ids
 from nosa_jax.model import DecoderLayer, NosaLM
-from nosa_jax.offload.append import append_pooling, append_tail
+from nosa_jax.offload.append import append_projections, append_tail
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.residency import Residency, bring_in, write_full_blocks
 from nosa_jax.offload.state import DecodeState, LayerCache, StepCounts
@@ -109,17 +110,15 @@ def selected_blocks(
     if layout.attention == "dense":
         every = jnp.arange(layout.n_blocks, dtype=jnp.int32)
         ids = jnp.where(every <= (lengths // config.block_size)[:, None, None], every, NO_BLOCK)
-        ids = jnp.broadcast_to(ids, cache.selected.shape)
-    else:
-        ids = select(
-            q,
-            cache.pooled_k,
-            cache.block_rank,
-            lengths[:, None],
-            config=config,
-            attention=layout.attention,
-        )[:, 0]
-    return jnp.where(active[:, None, None], ids, NO_BLOCK)
+        return jnp.broadcast_to(jnp.where(active[:, None, None], ids, NO_BLOCK), cache.selected.shape)
+    return select(
+        q,
+        cache.pooled_k,
+        cache.block_rank,
+        jnp.where(active, lengths, -1)[:, None],  # at a negative position, nothing is selected
+        config=config,
+        attention=layout.attention,
+    )[:, 0]
 
 
 def _layer_step(
@@ -137,9 +136,11 @@ def _layer_step(
 ) -> tuple[jax.Array, LayerCache, jax.Array, StepCounts]:
     config: NosaConfig = layout.config
     lengths = positions[:, 0]
-    q, k, v, cis = layer.attention.project(layer.attention_norm(x), positions)
-    cache = append_pooling(cache, k[:, 0], cis[:, 0], lengths, active, layout)
-    block_ids = selected_blocks(q, cache, lengths, active, layout)
+    attention = layer.attention
+    q, k, v = (projected[:, 0] for projected in attention.projections(layer.attention_norm(x)))
+    head = EvictionHead(*(w[...].astype(jnp.float32) for w in (attention.delta_weight_kkh, attention.a_k)))
+    q, k, v, cache = append_projections(cache, q, k, v, head, lengths, active, layout)
+    block_ids = selected_blocks(q[:, None], cache, lengths, active, layout)
     if picks is not None:
         # Chosen at run time, so that the compiler cannot leave out the selection.
         block_ids = jnp.where(next_step >= 0, replayed_ids(picks, lengths, config, index), block_ids)
@@ -147,10 +148,10 @@ def _layer_step(
 
     # The slots go through one chain of in-place updates: this one, attention, and after the last layer
     # `write_full_blocks`.
-    slots = append_tail(cache.slots, k[:, 0], v[:, 0], residency.tail_slot, lengths)
+    slots = append_tail(cache.slots, k, v, residency.tail_slot, lengths)
     cache = dataclasses.replace(cache, slots=slots)
     heads = decode_attention(
-        q[:, 0],
+        q,
         cache.slots,
         cache.cis if config.uses_eviction_head(layout.attention) else None,
         residency.slot_ids,

@@ -34,7 +34,7 @@ class FrozenModel:
 
 
 def freeze(model: NosaLM | FrozenModel) -> FrozenModel:
-    """Split a model for inference and cast its matrices to the compute dtype.
+    """Split a model for inference and cast its matrices to the compute dtype; norms and eviction head to float32.
 
     Arrays that have that dtype already are shared with the model, the others are copies. Training the model further
     changes neither, unless its step donates the shared ones: those are then gone here too.
@@ -46,6 +46,6 @@ def freeze(model: NosaLM | FrozenModel) -> FrozenModel:
 
     def cast(path: tuple[object, ...], x: jax.Array) -> jax.Array:
         names = {str(getattr(key, "key", key)) for key in path}
-        return x if names & _FLOAT32_PARAMETERS else x.astype(dtype)
+        return x.astype(jnp.float32 if names & _FLOAT32_PARAMETERS else dtype)
 
     return FrozenModel(jax.tree_util.tree_map_with_path(cast, parameters), graph, model.config)

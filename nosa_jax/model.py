@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from nosa_jax.attention import BLOCK_IDS, sequence_attention
 from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig
 from nosa_jax.eviction import eviction_scores
-from nosa_jax.rope import apply_rope
+from nosa_jax.rope import rope_tables, rotate
 
 if TYPE_CHECKING:
     from nosa_jax.checkpoint import Placement
@@ -70,6 +70,14 @@ class Attention(nnx.Module):
         self.delta_weight_kkh = nnx.Param(DELTA_INITIALIZER(rngs.params(), (kv_heads, kv_heads, head_dim), dtype))
         self.a_k = nnx.Param(jnp.zeros(kv_heads, dtype))  # zero: training starts as plain sparse attention
 
+    def projections(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries, keys and values of normalised hidden states, not rotated."""
+        q = _product("btd,dnh->btnh", x, self.q_weight_dnh, self.config)
+        k = _product("btd,dkh->btkh", x, self.k_weight_dkh, self.config)
+        return q, k, _product("btd,dkh->btkh", x, self.v_weight_dkh, self.config)
+
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"], Float[Array, "B T K"]]:
@@ -77,12 +85,15 @@ class Attention(nnx.Module):
 
         cis is float32 and zero where the config has no eviction head.
         """
-        q = apply_rope(_product("btd,dnh->btnh", x, self.q_weight_dnh, self.config), positions, self.config)
-        k = apply_rope(_product("btd,dkh->btkh", x, self.k_weight_dkh, self.config), positions, self.config)
-        v = _product("btd,dkh->btkh", x, self.v_weight_dkh, self.config)
+        q, k, v = self.projections(x)
+        cos, sin = rope_tables(positions, self.config)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v, self.score(v)
+
+    def score(self, v: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
+        """cis of tokens with these values, float32; zero where the config has no eviction head."""
         if self.config.eviction == "none":
-            return q, k, v, jnp.zeros(v.shape[:3], jnp.float32)
-        return q, k, v, eviction_scores(v, self.delta_weight_kkh[...], self.a_k[...])
+            return jnp.zeros(v.shape[:3], jnp.float32)
+        return eviction_scores(v, self.delta_weight_kkh[...], self.a_k[...])
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Project the heads' outputs back to the model width."""

@@ -33,6 +33,24 @@ def rope_angles(positions: Int[Array, "B T"], config: NosaConfig) -> Float[Array
     return jax.lax.bitcast_convert_type(phase, jnp.int32).astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
 
 
+def rope_tables(
+    positions: Int[Array, "B T"], config: NosaConfig
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """Cosines and sines of `rope_angles`, times the config's attention factor; float32."""
+    angles = rope_angles(positions, config)
+    return jnp.cos(angles) * config.rope_attention_factor, jnp.sin(angles) * config.rope_attention_factor
+
+
+def rotate(
+    x: Float[Array, "B T heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Float[Array, "B T heads H"]:
+    """Rotate each pair of dimensions i, i + H/2 by the angle with these cosines and sines, in float32."""
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
 def apply_rope(
     x: Float[Array, "B T heads H"], positions: Int[Array, "B T"], config: NosaConfig
 ) -> Float[Array, "B T heads H"]:
@@ -45,9 +63,4 @@ def apply_rope(
 
     Returns: same shape and dtype; the rotation is computed in float32.
     """
-    angles = rope_angles(positions, config)
-    cos = (jnp.cos(angles) * config.rope_attention_factor)[:, :, None]
-    sin = (jnp.sin(angles) * config.rope_attention_factor)[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    return rotate(x, *rope_tables(positions, config))

@@ -57,7 +57,7 @@ def select(
       q: rotated queries. pooled_k: window means of rotated keys; a query sees those that end at or before it.
       block_rank: query-agnostic score of every block (`block_ranking`); M is at least the blocks that the last query
         can see.
-      positions: absolute positions of the queries, in tokens.
+      positions: absolute positions of the queries, in tokens; at a negative one nothing is selected.
       attention: whose division of the budget to use; "dense" selects like "nosa".
 
     Returns: ascending ids, padded at the end with NO_BLOCK. No gradient flows through the selection.

@@ -1,27 +1,79 @@
 """Adding one token to a layer's cache: window sums, pooled windows, cis, and the tail block."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nosa_jax.eviction import ranking_scores
-from nosa_jax.ffi import PooledStatistics, append_token, has_cuda
+from nosa_jax.eviction import eviction_scores, ranking_scores
+from nosa_jax.ffi import EvictionHead, PooledStatistics, append_token, has_cuda
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
+from nosa_jax.rope import rope_tables, rotate
+
+
+def append_projections(
+    cache: LayerCache,
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    head: EvictionHead,
+    lengths: Int[Array, "B"],
+    active: Bool[Array, "B"],
+    layout: CacheLayout,
+) -> tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K H"], LayerCache]:
+    """Rotate and score one new token per row, and account for those of active rows, before they are selected for.
+
+    Args:
+      q, k, v: projections of the new tokens, at positions `lengths`, not rotated.
+      head: the layer's eviction head; of no effect where the config has none.
+      lengths: tokens in each row before it.
+
+    Returns: rotated queries, rotated keys, the values, and the cache with window sums, pooled windows, block scores and
+      cis.
+    """
+    config = layout.config
+    cos, sin = rope_tables(lengths[:, None], config)
+    before = PooledStatistics(*(getattr(cache, name) for name in PooledStatistics._fields))
+    args = (before, q, k, v, cos, sin, head, lengths, active)
+
+    def by_xla(
+        before: PooledStatistics, q: Array, k: Array, v: Array, cos: Array, sin: Array, head: EvictionHead,
+        lengths: Array, active: Array,
+    ) -> tuple[Array, Array, Array, PooledStatistics]:  # fmt: skip
+        q, k = (rotate(x[:, None], cos, sin)[:, 0] for x in (q, k))
+        if config.eviction == "none":
+            cis = jnp.zeros(k.shape[:2], jnp.float32)
+        else:
+            cis = eviction_scores(v[:, None], head.delta, head.a)[:, 0]
+        return q, k, v, append_pooling(before, k, cis, lengths, active, layout)
+
+    def in_one_launch(
+        before: PooledStatistics, q: Array, k: Array, v: Array, cos: Array, sin: Array, head: EvictionHead,
+        lengths: Array, active: Array,
+    ) -> tuple[Array, Array, Array, PooledStatistics]:  # fmt: skip
+        return append_token(
+            before, q, k, v, cos[:, 0], sin[:, 0], None if config.eviction == "none" else head, lengths, active,
+            stride=config.pool_stride, exponential=config.eviction == "dma",
+        )  # fmt: skip
+
+    if has_cuda():
+        q, k, v, after = jax.lax.platform_dependent(*args, cuda=in_one_launch, default=by_xla)
+    else:
+        q, k, v, after = by_xla(*args)
+    return q, k, v, dataclasses.replace(cache, **after._asdict())
 
 
 def append_pooling(
-    cache: LayerCache,
+    statistics: PooledStatistics,
     k: Float[Array, "B K H"],
     cis: Float[Array, "B K"],
     lengths: Int[Array, "B"],
     active: Bool[Array, "B"],
     layout: CacheLayout,
-) -> LayerCache:
-    """Account for one new token per active row, before it is selected for.
+) -> PooledStatistics:
+    """Account for one new token per active row.
 
     Sums over a pooling stride grow token by token, in the order that pooling a whole sequence adds them; when a
     window completes, its mean is the same number bit for bit.
@@ -30,30 +82,8 @@ def append_pooling(
       k, cis: rotated key and eviction score of the new token at position `lengths`.
       lengths: tokens in each row before it.
     """
-    ranking = ranking_scores(cis, layout.config.eviction)
-    before = PooledStatistics(*(getattr(cache, name) for name in PooledStatistics._fields))
-    args = (before, k, cis, ranking, lengths, active)
-    by_xla = partial(_append_by_xla, layout=layout)
-    if has_cuda():
-        in_one_launch = partial(append_token, stride=layout.config.pool_stride)
-        after = jax.lax.platform_dependent(*args, cuda=in_one_launch, default=by_xla)
-    else:
-        after = by_xla(*args)
-    return dataclasses.replace(cache, **after._asdict())
-
-
-def _append_by_xla(
-    statistics: PooledStatistics,
-    k: jax.Array,
-    cis: jax.Array,
-    ranking: jax.Array,
-    lengths: jax.Array,
-    active: jax.Array,
-    *,
-    layout: CacheLayout,
-) -> PooledStatistics:
-    """What `ffi.append_token` does, on any device."""
     c = layout.config
+    ranking = ranking_scores(cis, c.eviction)
     stride, strides = c.pool_stride, layout.n_strides
     stride_index, offset = lengths // stride, lengths % stride
     current = (stride_index % strides)[:, None] == jnp.arange(strides)  # [B, R]

@@ -1,7 +1,9 @@
-// append_token: what one new token per row adds to the pooled statistics of a layer's cache, in one launch.
+// append_token: one new token per row between a layer's projections and its selection, in one launch: rotary embedding
+// of its queries and key, its eviction score, and what it adds to the pooled statistics of the layer's cache.
 //
-// One CTA per (row, KV head), one thread per element of the key. The sums are added in the order in which pooling a
-// whole sequence adds them, without fused multiply-adds, so a window that completes here has the same bits.
+// One CTA per row and KV head, and one per row and a few query heads; one thread per element of a head. The sums are
+// added in the order in which pooling a whole sequence adds them, without fused multiply-adds, so a window that
+// completes here has the same bits.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -14,25 +16,34 @@
 namespace nosa {
 namespace {
 
+using FloatBuffer1 = ffi::Buffer<ffi::F32, 1>;
 using FloatBuffer2 = ffi::Buffer<ffi::F32, 2>;
 using FloatBuffer3 = ffi::Buffer<ffi::F32, 3>;
 using FloatBuffer4 = ffi::Buffer<ffi::F32, 4>;
 
 constexpr int kMaxHeadDim = 1024;  // threads of a CTA
+constexpr int kWarp = 32;
+constexpr int kQueryHeads = 4;  // of a CTA
 
 template <typename Key>
 struct AppendArgs {
-  const Key* k;            // [B, K, H]
-  const float* cis;        // [B, K]
-  const float* ranking;    // [B, K]
+  const Key* projected;    // [B, N + K + K, H]: queries, keys, values, not rotated
+  const float* cos;        // [B, H / 2]
+  const float* sin;        // [B, H / 2]
+  const float* delta;      // [K, K, H]
+  const float* a;          // [K]
   const int32_t* lengths;  // [B]
   const bool* active;      // [B]
+  Key* rotated_q;          // [B, N, H]
+  Key* rotated_k;          // [B, K, H]
+  Key* values;             // [B, K, H]
   float* key_sums;         // [B, K, R, H]
   float* rank_sums;        // [B, K, R]
   Key* pooled_k;           // [B, K, W, H]
   float* block_rank;       // [B, K, M]
   float* cis_cache;        // [B, K, M, P]
-  int32_t heads, strides, windows, blocks, block_size, stride;
+  int32_t query_heads, heads, head_dim, strides, windows, blocks, block_size, stride;
+  bool scored, exponential;
 };
 
 __device__ float ToFloat(float x) { return x; }
@@ -61,14 +72,70 @@ __device__ float Grow(float* sums, int64_t step, float x, int32_t stride_index, 
   return __fdiv_rn(total, window);
 }
 
+// Element h of a head of `head_dim` elements at `x`, rotated: h and its partner half a head away are one pair.
+template <typename Key>
+__device__ float Rotated(const Key* x, int32_t h, int32_t head_dim, const float* cos, const float* sin) {
+  const int32_t half = head_dim / 2, pair = h % half;
+  const float own = ToFloat(x[h]), partner = ToFloat(x[h < half ? h + half : h - half]);
+  const float turned = __fmul_rn(partner, sin[pair]);
+  return __fmaf_rn(own, cos[pair], h < half ? -turned : turned);
+}
+
+// The sum of one number of each thread, in thread 0; the same order whatever the grid. All threads must call it.
+__device__ float SumOfThreads(float x) {
+  __shared__ float of_warp[kMaxHeadDim / kWarp];
+  for (int32_t step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  if (threadIdx.x != 0) return 0;
+  float total = 0;
+  for (int32_t warp = 0; warp < static_cast<int32_t>(blockDim.x) / kWarp; ++warp) total += of_warp[warp];
+  return total;
+}
+
+// log(1 + exp(x)), finite for every finite x.
+__device__ float Softplus(float x) { return isnan(x) ? x : fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+
 template <typename Key>
 __global__ void AppendKernel(const __grid_constant__ AppendArgs<Key> args) {
-  const int64_t pair = blockIdx.x;
-  const auto row = static_cast<uint32_t>(pair) / static_cast<uint32_t>(args.heads);
-  const int32_t head_dim = static_cast<int32_t>(blockDim.x), h = static_cast<int32_t>(threadIdx.x);
-  const int32_t length = args.lengths[row];
-  const float key = ToFloat(args.k[pair * head_dim + h]);
+  const auto row = static_cast<int64_t>(blockIdx.x);
+  const auto part = static_cast<int32_t>(blockIdx.y);  // a KV head, or after those a few query heads
+  const int32_t head_dim = args.head_dim, h = static_cast<int32_t>(threadIdx.x);
+  const float* cos = args.cos + row * (head_dim / 2);
+  const float* sin = args.sin + row * (head_dim / 2);
+  const bool exists = h < head_dim;
+  const Key* q = args.projected + row * (args.query_heads + 2 * args.heads) * head_dim;
+  const Key* k = q + args.query_heads * head_dim;
+  const Key* v = k + args.heads * head_dim;
+  if (part >= args.heads) {
+    if (!exists) return;
+    const int32_t first = (part - args.heads) * kQueryHeads;
+#pragma unroll
+    for (int32_t i = 0; i < kQueryHeads; ++i) {
+      if (first + i >= args.query_heads) return;
+      Key* to = args.rotated_q + (row * args.query_heads + first + i) * head_dim;
+      Store(to + h, Rotated(q + (first + i) * head_dim, h, head_dim, cos, sin));
+    }
+    return;
+  }
+
+  const int64_t pair = row * args.heads + part;
+  Key* rotated = args.rotated_k + pair * head_dim + h;
+  float score = 0;
+  if (exists) {
+    Store(rotated, Rotated(k + part * head_dim, h, head_dim, cos, sin));
+    args.values[pair * head_dim + h] = v[part * head_dim + h];
+    if (args.scored) {
+      for (int32_t head = 0; head < args.heads; ++head) {
+        score = fmaf(ToFloat(v[head * head_dim + h]), args.delta[(part * args.heads + head) * head_dim + h], score);
+      }
+    }
+  }
   if (!args.active[row]) return;
+  const float cis = args.scored ? args.a[part] * Softplus(SumOfThreads(score)) : 0.0f;  // of use in thread 0
+  if (!exists) return;
+  const float key = ToFloat(*rotated);  // as it is kept: rounded
+  const int32_t length = args.lengths[row];
   const int32_t stride_index = length / args.stride, offset = length % args.stride;
   const int32_t window = stride_index - (args.strides - 1);
   const bool complete = offset == args.stride - 1 && window >= 0 && window < args.windows;
@@ -78,11 +145,11 @@ __global__ void AppendKernel(const __grid_constant__ AppendArgs<Key> args) {
                           args.strides, window_tokens);
   if (complete) Store(args.pooled_k + (pair * args.windows + window) * head_dim + h, mean);
   if (h != 0) return;
-  const float rank = Grow(args.rank_sums + pair * args.strides, 1, args.ranking[pair], stride_index, offset == 0,
-                          args.strides, window_tokens);
+  const float rank = Grow(args.rank_sums + pair * args.strides, 1, args.exponential ? expf(cis) : cis, stride_index,
+                          offset == 0, args.strides, window_tokens);
   const int32_t block = length / args.block_size;
   if (block < args.blocks) {
-    args.cis_cache[(pair * args.blocks + block) * args.block_size + length % args.block_size] = args.cis[pair];
+    args.cis_cache[(pair * args.blocks + block) * args.block_size + length % args.block_size] = cis;
   }
   if (!complete) return;
   const int32_t per_block = args.block_size / args.stride;
@@ -100,24 +167,33 @@ void CopyUnlessAliased(const From& from, To& to, cudaStream_t stream) {
   cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
-ffi::Error AppendToken(cudaStream_t stream, ffi::AnyBuffer k, FloatBuffer2 cis, FloatBuffer2 ranking,
-                       Int32Buffer1 lengths, PredBuffer1 active, FloatBuffer4 key_sums, FloatBuffer3 rank_sums,
-                       ffi::AnyBuffer pooled_k, FloatBuffer3 block_rank, FloatBuffer4 cis_cache,
-                       ffi::Result<FloatBuffer4> new_key_sums, ffi::Result<FloatBuffer3> new_rank_sums,
-                       ffi::Result<ffi::AnyBuffer> new_pooled_k, ffi::Result<FloatBuffer3> new_block_rank,
-                       ffi::Result<FloatBuffer4> new_cis_cache, int64_t stride) {
+ffi::Error AppendToken(cudaStream_t stream, ffi::AnyBuffer projected, FloatBuffer2 cos, FloatBuffer2 sin,
+                       FloatBuffer3 delta, FloatBuffer1 a, Int32Buffer1 lengths, PredBuffer1 active,
+                       FloatBuffer4 key_sums, FloatBuffer3 rank_sums, ffi::AnyBuffer pooled_k, FloatBuffer3 block_rank,
+                       FloatBuffer4 cis_cache, ffi::Result<ffi::AnyBuffer> rotated_q,
+                       ffi::Result<ffi::AnyBuffer> rotated_k, ffi::Result<ffi::AnyBuffer> values,
+                       ffi::Result<FloatBuffer4> new_key_sums,
+                       ffi::Result<FloatBuffer3> new_rank_sums, ffi::Result<ffi::AnyBuffer> new_pooled_k,
+                       ffi::Result<FloatBuffer3> new_block_rank, ffi::Result<FloatBuffer4> new_cis_cache,
+                       int64_t stride, int64_t scored, int64_t exponential) {
   const auto fail = [](const std::string& what) { return ffi::Error::InvalidArgument("append_token: " + what); };
-  const auto key = k.dimensions(), sums = key_sums.dimensions(), pooled = pooled_k.dimensions(),
-             by_token = cis_cache.dimensions();
-  if (key.size() != 3 || pooled.size() != 4) return fail("keys must be [B, K, H] and pooled keys [B, K, W, H]");
+  const auto query = rotated_q->dimensions(), key = rotated_k->dimensions(), sums = key_sums.dimensions(),
+             pooled = pooled_k.dimensions(), by_token = cis_cache.dimensions(), side_by_side = projected.dimensions();
+  if (query.size() != 3 || key.size() != 3 || pooled.size() != 4 || side_by_side.size() != 2) {
+    return fail("queries must be [B, N, H], keys [B, K, H], pooled keys [B, K, W, H] and projections [B, (N + 2 K) H]");
+  }
   const int64_t rows = key[0], heads = key[1], head_dim = key[2];
-  if (sums[0] != rows || sums[1] != heads || sums[3] != head_dim || pooled[0] != rows || pooled[1] != heads ||
-      pooled[3] != head_dim || by_token[0] != rows || by_token[1] != heads ||
+  if (query[0] != rows || query[2] != head_dim || side_by_side[0] != rows ||
+      side_by_side[1] != (query[1] + 2 * heads) * head_dim || cos.dimensions()[0] != rows ||
+      sin.dimensions()[0] != rows || 2 * cos.dimensions()[1] != head_dim || 2 * sin.dimensions()[1] != head_dim ||
+      delta.dimensions()[0] != heads || delta.dimensions()[1] != heads || delta.dimensions()[2] != head_dim ||
+      a.dimensions()[0] != heads || sums[0] != rows || sums[1] != heads || sums[3] != head_dim || pooled[0] != rows ||
+      pooled[1] != heads || pooled[3] != head_dim || by_token[0] != rows || by_token[1] != heads ||
       block_rank.dimensions()[2] != by_token[2] || rank_sums.dimensions()[2] != sums[2] ||
       lengths.dimensions()[0] != rows || active.dimensions()[0] != rows) {
     return fail("the arrays' shapes do not fit together");
   }
-  if (pooled_k.element_type() != k.element_type()) return fail("keys and pooled keys must have one type");
+  if (pooled_k.element_type() != projected.element_type()) return fail("projections and pooled keys must have one type");
   if (head_dim > kMaxHeadDim || stride < 1) return fail("head dimension or stride out of range");
   CopyUnlessAliased(key_sums, *new_key_sums, stream);
   CopyUnlessAliased(rank_sums, *new_rank_sums, stream);
@@ -127,25 +203,36 @@ ffi::Error AppendToken(cudaStream_t stream, ffi::AnyBuffer k, FloatBuffer2 cis, 
   if (rows * heads == 0) return ffi::Error::Success();
   const auto launch = [&](auto type) {
     using Key = decltype(type);
-    const AppendArgs<Key> args{static_cast<const Key*>(k.untyped_data()),
-                               cis.typed_data(),
-                               ranking.typed_data(),
+    const AppendArgs<Key> args{static_cast<const Key*>(projected.untyped_data()),
+                               cos.typed_data(),
+                               sin.typed_data(),
+                               delta.typed_data(),
+                               a.typed_data(),
                                lengths.typed_data(),
                                active.typed_data(),
+                               static_cast<Key*>(rotated_q->untyped_data()),
+                               static_cast<Key*>(rotated_k->untyped_data()),
+                               static_cast<Key*>(values->untyped_data()),
                                new_key_sums->typed_data(),
                                new_rank_sums->typed_data(),
                                static_cast<Key*>(new_pooled_k->untyped_data()),
                                new_block_rank->typed_data(),
                                new_cis_cache->typed_data(),
+                               static_cast<int32_t>(query[1]),
                                static_cast<int32_t>(heads),
+                               static_cast<int32_t>(head_dim),
                                static_cast<int32_t>(sums[2]),
                                static_cast<int32_t>(pooled[2]),
                                static_cast<int32_t>(by_token[2]),
                                static_cast<int32_t>(by_token[3]),
-                               static_cast<int32_t>(stride)};
-    AppendKernel<Key><<<static_cast<unsigned>(rows * heads), static_cast<unsigned>(head_dim), 0, stream>>>(args);
+                               static_cast<int32_t>(stride),
+                               scored != 0,
+                               exponential != 0};
+    const auto parts = static_cast<unsigned>(heads + (query[1] + kQueryHeads - 1) / kQueryHeads);
+    const auto threads = static_cast<unsigned>((head_dim + kWarp - 1) / kWarp * kWarp);
+    AppendKernel<Key><<<dim3(static_cast<unsigned>(rows), parts), threads, 0, stream>>>(args);
   };
-  switch (k.element_type()) {
+  switch (projected.element_type()) {
     case ffi::F32:
       launch(float{});
       break;
@@ -156,7 +243,7 @@ ffi::Error AppendToken(cudaStream_t stream, ffi::AnyBuffer k, FloatBuffer2 cis, 
       launch(__nv_bfloat16{});
       break;
     default:
-      return fail("keys must be float32, float16 or bfloat16");
+      return fail("projections must be float32, float16 or bfloat16");
   }
   if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) {
     return ffi::Error::Internal(std::string("append_token: launch failed: ") + cudaGetErrorString(status));
@@ -167,9 +254,11 @@ ffi::Error AppendToken(cudaStream_t stream, ffi::AnyBuffer k, FloatBuffer2 cis, 
 XLA_FFI_DEFINE_HANDLER(kHandler, AppendToken,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Arg<ffi::AnyBuffer>()  // k
-                           .Arg<FloatBuffer2>()    // cis
-                           .Arg<FloatBuffer2>()    // ranking
+                           .Arg<ffi::AnyBuffer>()  // projections
+                           .Arg<FloatBuffer2>()    // cos
+                           .Arg<FloatBuffer2>()    // sin
+                           .Arg<FloatBuffer3>()    // delta
+                           .Arg<FloatBuffer1>()    // a
                            .Arg<Int32Buffer1>()    // lengths
                            .Arg<PredBuffer1>()     // active
                            .Arg<FloatBuffer4>()    // key_sums, aliased as all that follow
@@ -177,12 +266,17 @@ XLA_FFI_DEFINE_HANDLER(kHandler, AppendToken,
                            .Arg<ffi::AnyBuffer>()  // pooled_k
                            .Arg<FloatBuffer3>()    // block_rank
                            .Arg<FloatBuffer4>()    // cis by block
+                           .Ret<ffi::AnyBuffer>()  // rotated q
+                           .Ret<ffi::AnyBuffer>()  // rotated k
+                           .Ret<ffi::AnyBuffer>()  // values
                            .Ret<FloatBuffer4>()
                            .Ret<FloatBuffer3>()
                            .Ret<ffi::AnyBuffer>()
                            .Ret<FloatBuffer3>()
                            .Ret<FloatBuffer4>()
-                           .Attr<int64_t>("stride"),
+                           .Attr<int64_t>("stride")
+                           .Attr<int64_t>("scored")
+                           .Attr<int64_t>("exponential"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

@@ -34,7 +34,7 @@ def select_blocks(
     Args:
       score_q: query-aware scores (`pooled_scores`).
       score_e: query-agnostic scores (pooled cis), one row for all queries or one per query.
-      positions: absolute position of each query, in tokens.
+      positions: absolute position of each query, in tokens; a query with a negative one selects nothing.
       block_size: tokens per block. sink, local, query, evict: blocks; local counts the current block.
       implementation: "reference" and "xla" are the same code here; "mosaic_gpu" gives the same ids in one pass over the
         scores (Hopper GPUs, up to 16,384 blocks).

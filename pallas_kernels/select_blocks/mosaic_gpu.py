@@ -159,7 +159,8 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
     program = lax.axis_index("program")
     row, kv = lax.div(program, jnp.int32(n_kv)), lax.rem(program, jnp.int32(n_kv))
     row_e = lax.div(row, jnp.int32(queries)) if queries_e == 1 else row
-    current = jnp.minimum(lax.div(positions_ref[row], jnp.int32(block_size)), n_blocks - 1)
+    position = positions_ref[row]
+    current = jnp.where(position < 0, -1, jnp.minimum(lax.div(position, jnp.int32(block_size)), n_blocks - 1))
     buffers, *shape = scores_smem.shape
     shape = tuple(shape)
     most_copies = shape[0] // COPY

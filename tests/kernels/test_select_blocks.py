@@ -46,6 +46,16 @@ def test_same_ids_for_scores_that_selections_get_wrong_s1(kind, interpret):
 
 
 @by_lane
+def test_a_negative_position_selects_nothing(interpret):
+    """Rows that are not active, beside one that is."""
+    score_q, score_e = random_scores(("normal", "special"), 70, 3)
+    ids = assert_same_ids(score_q, score_e, [[-1, 69 * 64, -(2**31)]], Budget(1, 2, 2, 3), interpret)
+    assert (ids[0, 0] == reference.NO_BLOCK).all()
+    assert (ids[0, 1] >= 0).all()
+    assert (ids[0, 2] == reference.NO_BLOCK).all()
+
+
+@by_lane
 @pytest.mark.parametrize(
     ("n_blocks", "budget", "kind"),
     [

@@ -1,16 +1,15 @@
 """What grows token by token has the bits of what is pooled at once."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nosa_jax.eviction import ranking_scores
-from nosa_jax.ffi import PooledStatistics, append_token
+from nosa_jax.eviction import eviction_scores, ranking_scores
+from nosa_jax.ffi import EvictionHead, PooledStatistics, append_token
 from nosa_jax.offload import CacheLayout, init_state
-from nosa_jax.offload.append import _append_by_xla, append_pooling, append_tail
+from nosa_jax.offload.append import append_pooling, append_tail
+from nosa_jax.rope import rope_tables, rotate
 from nosa_jax.selection import block_ranking, pooled_keys
 from tests.infer.cases import ONE_LAYER
 
@@ -32,7 +31,8 @@ def test_b7_windows_that_complete_in_decode_have_the_bits_of_prefill(name):
     k = jnp.asarray(rng.normal(size=(ROWS, TOKENS, config.num_kv_heads, config.head_dim)), config.dtype)
     cis = jnp.asarray(rng.normal(size=(ROWS, TOKENS, config.num_kv_heads)), jnp.float32)
     delay = jnp.asarray([0, 7, TOKENS])  # row 1 starts 7 steps later, row 2 never
-    empty = init_state(layout).layers[0]
+    cache = init_state(layout).layers[0]
+    empty = PooledStatistics(*(getattr(cache, field) for field in PooledStatistics._fields))
 
     @jax.jit
     def grow(cache):
@@ -75,22 +75,50 @@ def test_the_tail_goes_to_its_slot_and_nowhere_else():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_launch_gives_the_bits_of_the_small_kernels(name):
-    """`append_token` against XLA, every array, with NaN keys and scores and a row that is not active."""
+@pytest.mark.parametrize("scored", [True, False])
+def test_one_launch_does_what_the_small_kernels_do(name, scored):
+    """`append_token` against XLA, token by token, with NaN projections and a row that is not active.
+
+    Rotations and scores agree to rounding; what is pooled of them has the same bits.
+    """
     config = CONFIGS[name]
     layout = CacheLayout(config, "nosa", ROWS, TOKENS, True, config.budget.total)
     rng = np.random.default_rng(1)
     cache = init_state(layout).layers[0]
     one = two = PooledStatistics(*(getattr(cache, field) for field in PooledStatistics._fields))
-    by_xla = jax.jit(partial(_append_by_xla, layout=layout))
-    in_one_launch = jax.jit(partial(append_token, stride=config.pool_stride))
+    kv_heads, head_dim = config.num_kv_heads, config.head_dim
+    head = EvictionHead(
+        jnp.asarray(rng.normal(size=(kv_heads, kv_heads, head_dim)), jnp.float32),
+        jnp.asarray(rng.normal(size=kv_heads), jnp.float32),
+    )
+
+    @jax.jit
+    def in_one_launch(statistics, q, k, v, lengths, active):
+        cos, sin = (table[:, 0] for table in rope_tables(lengths[:, None], config))
+        return append_token(
+            statistics, q, k, v, cos, sin, head if scored else None, lengths, active,
+            stride=config.pool_stride, exponential=config.eviction == "dma",
+        )  # fmt: skip
+
+    @jax.jit
+    def by_xla(statistics, k, cis, lengths, active):
+        return append_pooling(statistics, k, cis, lengths, active, layout)
+
     for step in range(TOKENS):
-        k = rng.normal(size=(ROWS, config.num_kv_heads, config.head_dim))
-        cis, ranking = rng.normal(size=(2, ROWS, config.num_kv_heads))
+        q, k, v = (rng.normal(size=(ROWS, heads, head_dim)) for heads in (config.num_heads, kv_heads, kv_heads))
         if step % 11 == 5:
-            k[0, 0, 1] = ranking[1, 0] = np.nan
-        args = (jnp.asarray(k, config.dtype), jnp.float32(cis), jnp.float32(ranking), jnp.full(ROWS, step, jnp.int32))
-        one = by_xla(one, *args, jnp.array([True, step > 9, False]))
-        two = in_one_launch(two, *args, jnp.array([True, step > 9, False]))
+            k[0, 0, 1] = v[1, 0, 0] = np.nan
+        q, k, v = (jnp.asarray(x, config.dtype) for x in (q, k, v))
+        lengths, active = jnp.full(ROWS, step, jnp.int32), jnp.array([True, step > 9, False])
+        rotated_q, rotated_k, same_v, two = in_one_launch(two, q, k, v, lengths, active)
+        tables = rope_tables(lengths[:, None], config)
+        for rotated, x in ((rotated_q, q), (rotated_k, k)):
+            expected = np.asarray(rotate(x[:, None], *tables)[:, 0], np.float32)
+            np.testing.assert_allclose(np.asarray(rotated, np.float32), expected, rtol=1e-2, atol=1e-5)
+        np.testing.assert_array_equal(np.asarray(same_v, np.float32), np.asarray(v, np.float32))
+        cis = two.cis[:, :, step // config.block_size, step % config.block_size]
+        expected = np.asarray(eviction_scores(v[:, None], *head)[:, 0]) if scored else np.zeros((ROWS, kv_heads))
+        np.testing.assert_allclose(np.asarray(cis)[active], expected[active], rtol=1e-5, atol=1e-6)
+        one = by_xla(one, rotated_k, cis, lengths, active)
     for field, a, b in zip(PooledStatistics._fields, one, two, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=field)
