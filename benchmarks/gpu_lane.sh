@@ -1,24 +1,38 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: build, tests, memory and race checkers, benchmarks.
+# Everything that needs a GPU, in one go: build, tests, benchmarks, memory and race checkers.
 #   benchmarks/gpu_lane.sh OUT          with the environment made by `make setup` plus the cuda extra
 #   PYTHON=python3 benchmarks/gpu_lane.sh OUT   with another interpreter that has JAX for CUDA and the test tools
-# Steps may be named to run only those: STEPS="build tests" benchmarks/gpu_lane.sh OUT
+# Steps run in the order of their importance, each with a time limit of its own, so that one which hangs costs no other.
+# Logs and results lie in OUT as they come. To run some steps only, and to end in time:
+#   STEPS="build throughput kernels" LANE_SECONDS=580 benchmarks/gpu_lane.sh OUT
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:?usage: benchmarks/gpu_lane.sh OUT}
+out=$(realpath -m "${1:?usage: benchmarks/gpu_lane.sh OUT}")
 mkdir -p "$out"
 python=${PYTHON:-.venv/bin/python}
-steps=${STEPS:-build tests suite sanitize swap decode kernels parity throughput}
-failed=()
+steps=${STEPS:-build tests throughput profile kernels parity swap decode prefill plan sanitize suite}
+lane_seconds=${LANE_SECONDS:-7200}
+results=()
+export out python
 
-step() { # name, command...
-  local name=$1
-  shift
+step() { # name, most seconds
+  local name=$1 limit=$2 start=$SECONDS left=$((lane_seconds - SECONDS)) status
   [[ " $steps " == *" $name "* ]] || return 0
-  echo "== $name"
-  local start=$SECONDS
-  if "$@" >"$out/$name.log" 2>&1; then echo "ok in $((SECONDS - start)) s"; else failed+=("$name"); echo "FAILED"; fi
-  tail -n 15 "$out/$name.log"
+  if ((left < 20)); then
+    results+=("$name: not begun, no time left")
+    return 0
+  fi
+  ((limit = left < limit ? left : limit))
+  echo "== $name (at most $limit s)"
+  SECONDS_LEFT=$limit timeout --kill-after=10 "$limit" bash -uo pipefail -c "$name" >"$out/$name.log" 2>&1
+  status=$?
+  case $status in
+    0) results+=("$name: ok in $((SECONDS - start)) s") ;;
+    124 | 137) results+=("$name: FAILED, not done within $limit s") ;;
+    *) results+=("$name: FAILED with status $status after $((SECONDS - start)) s") ;;
+  esac
+  tail -n "${TAIL:-25}" "$out/$name.log"
+  echo "${results[-1]}"
 }
 
 build() {
@@ -26,10 +40,23 @@ build() {
   local arch
   arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
   CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=${arch}-real" \
-    "$python" -m pip install --quiet --no-build-isolation --no-deps --editable .
-  "$python" -c 'import jax, nosa_jax.ffi as f; print(f.status(), jax.devices()); assert f.has_cuda()'
+    "$python" -m pip install --quiet --no-build-isolation --no-deps --editable . &&
+    "$python" -c 'import jax, nosa_jax.ffi as f; print(f.status(), jax.devices()); assert f.has_cuda()'
 }
-tests() { "$python" -m pytest -m gpu --durations=10 tests/ffi tests/kernels tests/offload tests/infer; }
+tests() {
+  "$python" -m pytest -m gpu --durations=10 tests/ffi tests/kernels tests/offload tests/infer \
+    --deselect tests/infer/test_plan_on_gpu.py
+}
+throughput() { # NOSA-8B with random weights and the published locality; room is left to end before the limit
+  "$python" -m nosa_jax.infer.bench throughput --suite targets --seconds $((SECONDS_LEFT - 15)) --out "$out"
+}
+profile() { "$python" benchmarks/decode_profile.py --out "$out"; }
+kernels() { "$python" benchmarks/kernels.py --seconds $((SECONDS_LEFT - 15)) --out "$out"; }
+parity() { "$python" benchmarks/model_parity.py --out "$out"; }
+swap() { "$python" benchmarks/swap.py --out "$out"; }
+decode() { "$python" benchmarks/decode_step.py --out "$out"; }
+prefill() { "$python" benchmarks/prefill.py --seconds $((SECONDS_LEFT - 30)) --out "$out"; }
+plan() { XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest -m gpu -s tests/infer/test_plan_on_gpu.py; }
 sanitize() {
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   local check=(--error-exitcode 9 "$python" -m pytest -m gpu --timeout 0 -q)
@@ -43,21 +70,19 @@ sanitize() {
 suite() { # the tests that run anywhere, with this GPU as the default device
   XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest -n 8 -p no:benchmark -m "not slow and not gpu" tests/offload tests/infer
 }
-decode() { "$python" benchmarks/decode_step.py --out "$out"; }
-swap() { "$python" benchmarks/swap.py --out "$out"; }
-kernels() { "$python" benchmarks/kernels.py --out "$out"; }
-parity() { "$python" benchmarks/model_parity.py --out "$out"; }
-throughput() { # NOSA-8B with random weights, the locality of a trained model replayed, within 24 GiB beside the weights
-  "$python" -m nosa_jax.infer.bench throughput --device-budget 24GiB --contexts 16384 98304 --batches 16 0 --out "$out"
-}
+export -f build tests throughput profile kernels parity swap decode prefill plan sanitize suite
 
-step build build
-step tests tests
-step suite suite
-step sanitize sanitize
-step swap swap
-step decode decode
-step kernels kernels
-step parity parity
-step throughput throughput
-((${#failed[@]} == 0)) || { echo "failed: ${failed[*]}"; exit 1; }
+step build 240
+step tests 300
+step throughput 330
+step profile 120
+step kernels 300
+step parity 180
+step swap 120
+step decode 90
+step prefill 270
+step plan 240
+step sanitize 300
+step suite 300
+printf '%s\n' "${results[@]}" | tee "$out/lane.txt"
+! printf '%s\n' "${results[@]}" | grep -q FAILED

@@ -1,6 +1,7 @@
 """What the parts of kernels.py share: shapes, options, and the figures measured so far."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,8 @@ class Options:
     """Tiny shapes and few repeats, for a CPU."""
     seconds: float = 3600.0
     """Begin no further case when they are over."""
+    part_seconds: float = 150.0
+    """Most seconds for one part."""
     isolate: bool = True
     """Every part in a process of its own, so that one which breaks or hangs costs no other."""
     out: Path = Path("benchmarks/results")
@@ -82,12 +85,13 @@ class OutOfTimeError(Exception):
 
 @dataclass
 class Bench:
-    """Times contenders and keeps the figures; `deadline` is of `time.monotonic`."""
+    """Times contenders and keeps the figures; `deadline` is of `time.monotonic`, `keep` is called after each figure."""
 
     options: Options
     bandwidth: float
     matmul: float
     deadline: float
+    keep: Callable[["Bench"], None] = lambda bench: None
     figures: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -134,6 +138,7 @@ class Bench:
         times = ", ".join(f"{name} {value * 1e6:,.1f}" for name, value in seconds.items())
         rest = ", ".join(f"{name} {value:.3g}" for name, value in more.items() if isinstance(value, float))
         print(f"{kernel:17} {case:38} us: {times}; floor {floor * 1e6:,.2f}{f' ({rest})' if rest else ''}", flush=True)
+        self.keep(self)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:

@@ -39,6 +39,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {  # the most important first
     "dense_decode": kernel_decode.dense_decode,
     "sequence_scores": kernel_sequence.scores,
 }
+GRACE_SECONDS = 30.0  # for the case that a part has begun when its time is over
 SMALL_SIZES: dict[str, Any] = dict(rows=(2,), contexts=(256, 512), lengths=(512,))
 
 
@@ -48,8 +49,20 @@ def run_here(options: Options) -> dict[str, Any]:
     bandwidth = measure_rates().memory
     matmul = matmul_rate(256 if options.small else 8192)
     print(f"memory {bandwidth / 1e12:.2f} TB/s, matrix products {matmul / 1e12:.3g} TFLOP/s", flush=True)
-    bench = Bench(options, bandwidth, matmul, deadline)
-    left_out = []
+    left_out: list[str] = []
+    made_with = {
+        "environment": environment(),
+        "selection": f"synthetic: {options.changed_picks} of the blocks picked by query change from token to token",
+        "kernel": options.kernel,
+        "small": options.small,
+        "bytes_per_second": bandwidth,
+        "operations_per_second": matmul,
+    }
+
+    def report(bench: Bench) -> dict[str, Any]:
+        return made_with | {"figures": bench.figures, "failures": bench.failures, "left_out": left_out}
+
+    bench = Bench(options, bandwidth, matmul, deadline, keep=lambda bench: write(report(bench), options.out))
     for name in options.parts:
         try:
             PARTS[name](bench)
@@ -59,21 +72,21 @@ def run_here(options: Options) -> dict[str, Any]:
         except Exception as error:  # one part must not take the others along
             bench.failures.append(f"{name}: {type(error).__name__}: {error}")
             traceback.print_exc()
-    return {
-        "environment": environment(),
-        "selection": f"synthetic: {options.changed_picks} of the blocks picked by query change from token to token",
-        "kernel": options.kernel,
-        "small": options.small,
-        "bytes_per_second": bandwidth,
-        "operations_per_second": matmul,
-        "figures": bench.figures,
-        "failures": bench.failures,
-        "left_out": left_out,
-    }
+    return report(bench)
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """What there is so far, whole or not at all."""
+    part = folder / "kernels.json.part"
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    part.replace(folder / "kernels.json")
 
 
 def run_apart(name: str, options: Options, seconds: float) -> dict[str, Any]:
-    """Measure one part in a process of its own, which is ended when it takes much longer than it may."""
+    """Measure one part in a process of its own, which is ended when it takes longer than it may.
+
+    It writes what it has after every case, so that nothing measured is lost then.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -91,15 +104,15 @@ def run_apart(name: str, options: Options, seconds: float) -> dict[str, Any]:
             command += [f"--{sizes}", *map(str, getattr(options, sizes))]
         command += ["--small"] if options.small else []
         try:
-            code = subprocess.run(command, timeout=seconds + 120, check=False).returncode
-            problem = f"{name}: ended with status {code}"
+            code = subprocess.run(command, timeout=seconds + GRACE_SECONDS, check=False).returncode
+            problems = [] if code in (0, 1) else [f"{name}: ended with status {code}"]
         except subprocess.TimeoutExpired:
-            problem = f"{name}: did not end within {seconds + 120:.0f} s"
+            problems = [f"{name}: did not end within {seconds + GRACE_SECONDS:.0f} s"]
         file = Path(folder) / "kernels.json"
-        if file.exists():
-            return json.loads(file.read_text())
-    print(problem, flush=True)
-    return {"figures": [], "failures": [problem], "left_out": []}
+        if not file.exists():
+            return {"figures": [], "failures": problems or [f"{name}: ended without a result"], "left_out": []}
+        report = json.loads(file.read_text())
+    return report | {"failures": report["failures"] + problems}
 
 
 def merge(total: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
@@ -127,11 +140,11 @@ def main() -> int:
         if left <= 0:
             part = {"figures": [], "failures": [], "left_out": [f"{', '.join(names)}: no time left"]}
         elif options.isolate:
-            part = run_apart(names[0], options, left)
+            part = run_apart(names[0], options, min(left, options.part_seconds))
         else:
             part = run_here(options)
         report = merge(report, part)
-        (options.out / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
+        write(report, options.out)
     plot(report["figures"], options.kernel, options.out / "kernels.png")
     for line in report["failures"]:
         print(f"FAILED {line[:300]}")
