@@ -42,6 +42,7 @@ def append_token(
     *,
     stride: int,
     exponential: bool,
+    prefetch_bytes: int = 2**25,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K H"], PooledStatistics]:
     """Rotate the token at position `lengths` of every row, score it, and account for it where the row is active.
 
@@ -57,6 +58,7 @@ def append_token(
         active: the rows whose statistics change.
         stride: tokens of a pooling stride.
         exponential: blocks are ranked by exp of the eviction scores.
+        prefetch_bytes: of the pooled keys of all rows, asked for in the device's second-level cache meanwhile; a hint.
 
     Returns: rotated queries, rotated keys, the values, and the statistics.
     """
@@ -74,7 +76,12 @@ def append_token(
         input_output_aliases={len(inputs) + index: len(outputs) + index for index in range(len(statistics))},
     )
     rotated_q, rotated_k, same_v, *after = call(
-        *inputs, *statistics, stride=stride, scored=int(head is not None), exponential=int(exponential)
+        *inputs,
+        *statistics,
+        stride=stride,
+        scored=int(head is not None),
+        exponential=int(exponential),
+        prefetch_bytes=prefetch_bytes,
     )
     return rotated_q, rotated_k, same_v, PooledStatistics(*after)
 
