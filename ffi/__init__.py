@@ -1,20 +1,13 @@
 """Swaps of KV blocks between device and host memory, as XLA custom calls inside a jitted step.
 
-`HostPool` owns the host pages. `fetch_blocks` and `store_blocks` are what a decode step calls inside `jax.jit`;
-`assign_slots`, `swap_in` and `write_pages` are the single pieces.
+`HostPool` owns the host pages. `fetch_blocks` and `store_blocks` are what a decode step calls inside `jax.jit`, with
+`start_fetch` and `finish_fetch` in place of the former to compute meanwhile; `assign_slots`, `swap_in` and
+`write_pages` are the single pieces.
 """
 
 from nosa_jax.ffi.append import EvictionHead, PooledStatistics, append_token
-from nosa_jax.ffi.handlers import (
-    Assignment,
-    Fetched,
-    TransferList,
-    assign_slots,
-    fetch_blocks,
-    store_blocks,
-    swap_in,
-    write_pages,
-)
+from nosa_jax.ffi.fetching import Fetched, NewToken, PendingFetch, fetch_blocks, finish_fetch, settle, start_fetch
+from nosa_jax.ffi.handlers import Assignment, TransferList, assign_slots, store_blocks, swap_in, write_pages
 from nosa_jax.ffi.pool import HostMemoryError, HostPool, PoolClosedError, PoolStats
 from nosa_jax.ffi.registration import has_cuda, status
 
@@ -24,6 +17,8 @@ __all__ = [
     "Fetched",
     "HostMemoryError",
     "HostPool",
+    "NewToken",
+    "PendingFetch",
     "PoolClosedError",
     "PoolStats",
     "PooledStatistics",
@@ -31,7 +26,10 @@ __all__ = [
     "append_token",
     "assign_slots",
     "fetch_blocks",
+    "finish_fetch",
     "has_cuda",
+    "settle",
+    "start_fetch",
     "status",
     "store_blocks",
     "swap_in",

@@ -40,18 +40,6 @@ class Assignment(NamedTuple):
     misses: Int32[Array, "B K"]
 
 
-class Fetched(NamedTuple):
-    """A cache whose slots hold the wanted blocks, and where; arrays as those of `Assignment`."""
-
-    cache: Shaped[Array, "B K S 2 P H"]
-    slot_ids: Int32[Array, "B K C"]
-    slot_block: Int32[Array, "B K S"]
-    last_used: Int32[Array, "B K S"]
-    hits: Int32[Array, "B K"]
-    misses: Int32[Array, "B K"]
-    tail_slot: Int32[Array, "B K"]  # of block `fresh_from`, -1 where it is not wanted
-
-
 def assign_slots(
     wanted: Int32[Array, "B K C"],
     slot_block: Int32[Array, "B K S"],
@@ -91,7 +79,7 @@ def assign_slots(
         (list_of_wanted, table, table, list_of_wanted, list_of_wanted, per_head, per_head, per_head),
         input_output_aliases={1: 1, 2: 2},
     )
-    args = _guard("assign_slots", wanted, slot_block, last_used, step, fresh_from)
+    args = guard("assign_slots", wanted, slot_block, last_used, step, fresh_from)
     slot_ids, slot_block, last_used, block, slot, count, hits, misses = call(*args, n_blocks=n_blocks)
     return Assignment(slot_ids, slot_block, last_used, TransferList(block, slot, count), hits, misses)
 
@@ -147,48 +135,6 @@ def write_pages(
     return _transfer("write_pages", handle, pages, store, page_table, layer, n_layers, n_ctas, keep_if_unused)
 
 
-def fetch_blocks(
-    handle: Int32[Array, "2"] | Int32[np.ndarray, "2"],
-    cache: Shaped[Array, "B K S 2 P H"],
-    wanted: Int32[Array, "B K C"],
-    slot_block: Int32[Array, "B K S"],
-    last_used: Int32[Array, "B K S"],
-    step: Int32[Array, ""],
-    fresh_from: Int32[Array, " B"],
-    page_table: Int32[Array, "B M"],
-    *,
-    layer: int,
-    n_layers: int,
-    n_ctas: int = DEFAULT_CTAS,
-    keep_if_unused: bool = True,
-) -> Fetched:
-    """`assign_slots`, then `swap_in` of what has to be loaded: the same results, in one call.
-
-    On a GPU with thread block clusters (sm_90 on) it is one launch, unless a row has more than 512 slots, so many
-    blocks that a map of them does not fit in 96 KiB, or pages that 16 does not divide; then, and on older ones, two.
-    Arguments and errors are those of the two; M comes from `page_table`.
-    """
-    _check_call("fetch_blocks", layer, n_layers, n_ctas)
-    rows, heads, n_wanted = wanted.shape
-    if slot_block.shape[2] < n_wanted:
-        raise ValueError(
-            f"fetch_blocks: {slot_block.shape[2]} slots cannot hold {n_wanted} wanted blocks; plan at least as many"
-        )
-    per_wanted = jax.ShapeDtypeStruct(wanted.shape, jnp.int32)
-    per_head = jax.ShapeDtypeStruct((rows, heads), jnp.int32)
-    table = jax.ShapeDtypeStruct(slot_block.shape, jnp.int32)
-    load_list = (per_wanted, per_wanted)  # room for the handler's own use
-    call = jax.ffi.ffi_call(
-        "nosa_fetch_blocks",
-        (jax.ShapeDtypeStruct(cache.shape, cache.dtype), per_wanted, table, table, *(per_head,) * 3, *load_list),
-        input_output_aliases={1: 0, 3: 2, 4: 3},
-        has_side_effect=keep_if_unused,
-    )
-    tables = (wanted, slot_block, last_used, step, fresh_from, page_table)
-    args = _guard("fetch_blocks", jnp.asarray(handle), cache, *tables)
-    return Fetched(*call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)[: len(Fetched._fields)])
-
-
 def store_blocks(
     handle: Int32[Array, "2"] | Int32[np.ndarray, "2"],
     caches: Sequence[Shaped[Array, "B K S 2 P H"]],
@@ -223,7 +169,7 @@ def store_blocks(
     """
     if not caches or len(caches) != len(slots):
         raise ValueError(f"store_blocks: {len(caches)} caches and {len(slots)} arrays of slots; give one per layer")
-    _check_call("store_blocks", 0, len(caches), n_ctas)
+    check_call("store_blocks", 0, len(caches), n_ctas)
     fixed = (jnp.asarray(handle), block, full, page_table, after)
     call = jax.ffi.ffi_call(
         "nosa_store_blocks",
@@ -231,10 +177,11 @@ def store_blocks(
         input_output_aliases={len(fixed) + layer: layer for layer in range(len(caches))},
         has_side_effect=keep_if_unused,
     )
-    return tuple(call(*_guard("store_blocks", *fixed, *caches, *slots), n_ctas=n_ctas))
+    return tuple(call(*guard("store_blocks", *fixed, *caches, *slots), n_ctas=n_ctas))
 
 
-def _check_call(name: str, layer: int, n_layers: int, n_ctas: int) -> None:
+def check_call(name: str, layer: int, n_layers: int, n_ctas: int) -> None:
+    """Raise ValueError for a layer or a number of thread blocks out of range."""
     if not 0 <= layer < n_layers:
         raise ValueError(f"{name}: layer={layer} is outside the {n_layers} layers")
     if not 1 <= n_ctas < 2**16:
@@ -252,18 +199,18 @@ def _transfer(
     n_ctas: int,
     keep_if_unused: bool,
 ) -> Array:
-    _check_call(name, layer, n_layers, n_ctas)
+    check_call(name, layer, n_layers, n_ctas)
     call = jax.ffi.ffi_call(
         f"nosa_{name}",
         jax.ShapeDtypeStruct(cache.shape, cache.dtype),
         input_output_aliases={1: 0},
         has_side_effect=keep_if_unused,
     )
-    args = _guard(name, jnp.asarray(handle), cache, *entries, page_table)
+    args = guard(name, jnp.asarray(handle), cache, *entries, page_table)
     return call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)
 
 
-def _guard(name: str, *args: Array) -> tuple[Array, ...]:
+def guard(name: str, *args: Array) -> tuple[Array, ...]:
     """The same arrays; `vmap` and differentiation stop here with an error that says what to do instead."""
 
     def identity(*args: Array) -> tuple[Array, ...]:

@@ -1,6 +1,7 @@
 """One decoding step: a pure function of weights, state and tokens."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -9,15 +10,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.config import NosaConfig
-from nosa_jax.ffi import EvictionHead
+from nosa_jax.ffi import EvictionHead, finish_fetch
 from nosa_jax.infer.frozen import FrozenModel, freeze
 from nosa_jax.infer.trace import replayed_ids
 from nosa_jax.model import DecoderLayer, NosaLM
-from nosa_jax.offload.append import append_projections, append_tail
+from nosa_jax.offload.append import append_projections
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.residency import Residency, bring_in, write_full_blocks
 from nosa_jax.offload.state import DecodeState, LayerCache, StepCounts
-from nosa_jax.pallas_kernels import NO_BLOCK, decode_attention
+from nosa_jax.pallas_kernels import NO_BLOCK, decode_attention, decode_attention_in_two
 from nosa_jax.selection import select
 
 
@@ -67,21 +68,26 @@ def step(
     next_step = state.step + 1
 
     x = modules.embed(jnp.where(active, tokens, 0)[:, None])
-    layers, tail_slots, counts = [], [], []
+    layers, block_ids, residencies = [], [], []
     for index, (layer, cache) in enumerate(zip(modules.layers, state.layers, strict=True)):
-        x, cache, tail_slot, count = _layer_step(
+        x, cache, ids, residency = _layer_step(
             layer, x, cache, positions, active, next_step, state.page_table, state.handle, picks, index, layout
         )
         layers.append(cache)
-        tail_slots.append(tail_slot)
-        counts.append(count)
+        block_ids.append(ids)
+        residencies.append(residency)
+    tail_slots = [residency.tail_slot for residency in residencies]
     caches = write_full_blocks(
         layers, tail_slots, state.lengths, active, state.page_table, state.handle, after=x, layout=layout
     )
     logits = modules.unembed(modules.final_norm(x))[:, 0]
     logits = jnp.where(active[:, None], logits, state.logits)
 
-    last = StepCounts(*(jnp.stack(parts) for parts in zip(*counts, strict=True)))
+    last = _count(block_ids, [cache.selected for cache in state.layers], residencies)
+    caches = tuple(
+        dataclasses.replace(cache, selected=jnp.where(active[:, None, None], ids, cache.selected))
+        for cache, ids in zip(caches, block_ids, strict=True)
+    )
     full = last.selected == layout.n_selected
     locality = jnp.where(full, last.kept / jnp.maximum(last.selected, 1), jnp.inf)
     return logits, state.replace(
@@ -107,15 +113,16 @@ def selected_blocks(
 ) -> Int[Array, "B K C"]:
     """Block ids that the token at position `lengths` attends to; nothing for rows that are not active."""
     config = layout.config
+    positions = jnp.where(active, lengths, -1)  # at a negative position, nothing is selected
     if layout.attention == "dense":
         every = jnp.arange(layout.n_blocks, dtype=jnp.int32)
-        ids = jnp.where(every <= (lengths // config.block_size)[:, None, None], every, NO_BLOCK)
-        return jnp.broadcast_to(jnp.where(active[:, None, None], ids, NO_BLOCK), cache.selected.shape)
+        ids = jnp.where(every <= (positions // config.block_size)[:, None, None], every, NO_BLOCK)
+        return jnp.broadcast_to(ids, cache.selected.shape)
     return select(
         q,
         cache.pooled_k,
         cache.block_rank,
-        jnp.where(active, lengths, -1)[:, None],  # at a negative position, nothing is selected
+        positions[:, None],
         config=config,
         attention=layout.attention,
     )[:, 0]
@@ -133,7 +140,7 @@ def _layer_step(
     picks: jax.Array | None,
     index: int,
     layout: CacheLayout,
-) -> tuple[jax.Array, LayerCache, jax.Array, StepCounts]:
+) -> tuple[jax.Array, LayerCache, jax.Array, Residency]:
     config: NosaConfig = layout.config
     lengths = positions[:, 0]
     attention = layer.attention
@@ -144,32 +151,30 @@ def _layer_step(
     if picks is not None:
         # Chosen at run time, so that the compiler cannot leave out the selection.
         block_ids = jnp.where(next_step >= 0, replayed_ids(picks, lengths, config, index), block_ids)
-    cache, residency = bring_in(cache, block_ids, lengths, page_table, handle, next_step, layer=index, layout=layout)
-
-    # The slots go through one chain of in-place updates: this one, attention, and after the last layer
-    # `write_full_blocks`.
-    slots = append_tail(cache.slots, k, v, residency.tail_slot, lengths)
-    cache = dataclasses.replace(cache, slots=slots)
-    heads = decode_attention(
-        q,
-        cache.slots,
-        cache.cis if config.uses_eviction_head(layout.attention) else None,
-        residency.slot_ids,
-        block_ids,
-        lengths + 1,
+    # The slots go through one chain of in-place updates: this one, `finish_fetch` if it is apart, and after the last
+    # layer `write_full_blocks`.
+    cache, residency = bring_in(
+        cache, block_ids, k, v, lengths, page_table, handle, next_step, layer=index, layout=layout
     )
-    counts = _count(block_ids, cache.selected, residency)
-    selected = jnp.where(active[:, None, None], block_ids, cache.selected)
-    cache = dataclasses.replace(cache, selected=selected)
-    return layer.finish(x, heads[:, None]), cache, residency.tail_slot, counts
+    cis = cache.cis if config.uses_eviction_head(layout.attention) else None
+    args = (q, cache.slots, cis, residency.slot_ids, block_ids, lengths + 1)
+    if residency.pending is None:
+        heads = decode_attention(*args)
+    else:
+        finish = partial(finish_fetch, pending=residency.pending)
+        heads, slots = decode_attention_in_two(*args, residency.pending.late, finish)
+        cache = dataclasses.replace(cache, slots=slots)
+    return layer.finish(x, heads[:, None]), cache, block_ids, residency
 
 
-def _count(block_ids: jax.Array, before: jax.Array, residency: Residency) -> StepCounts:
-    chosen = block_ids != NO_BLOCK
-    kept = chosen & (block_ids[..., :, None] == before[..., None, :]).any(axis=-1)
+def _count(block_ids: Sequence[jax.Array], before: Sequence[jax.Array], residencies: Sequence[Residency]) -> StepCounts:
+    """Counts of all layers at once; in each layer they would be kernels of their own."""
+    ids = jnp.stack(block_ids)
+    chosen = ids != NO_BLOCK
+    kept = chosen & (ids[..., :, None] == jnp.stack(before)[..., None, :]).any(axis=-1)
     return StepCounts(
-        hits=residency.hits,
-        misses=residency.misses,
+        hits=jnp.stack([residency.hits for residency in residencies]),
+        misses=jnp.stack([residency.misses for residency in residencies]),
         selected=chosen.sum(axis=-1, dtype=jnp.int32),
         kept=kept.sum(axis=-1, dtype=jnp.int32),
     )

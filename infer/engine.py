@@ -44,6 +44,7 @@ class Engine:
       attention: which system decodes; None for the config's. "dense" needs `offload=False`.
       offload: keep KV blocks in host memory and only the selected ones on the device.
       slots: device slots per row and KV head when offloading; None plans them (`make_plan`).
+      overlap: attend to the blocks that are on the device while others arrive from the host (docs/04). The same bits.
       device_budget, host_budget: bytes or text like "20GiB".
       tokenizer: turns text prompts into ids and results into text.
       prefill_chunk: tokens of prompts that are read between two decode steps, at most. Fewer let running requests
@@ -68,6 +69,7 @@ class Engine:
         attention: AttentionKind | None = None,
         offload: bool = True,
         slots: int | None = None,
+        overlap: bool = False,
         device_budget: int | float | str | None = None,
         host_budget: int | float | str | None = None,
         tokenizer: Tokenizer | None = None,
@@ -94,6 +96,7 @@ class Engine:
             max_context=max_context,
             offload=offload,
             slots=slots,
+            overlap=overlap,
             device_budget=device_budget,
             host_budget=host_budget,
             prefill_chunk=prefill_chunk,

@@ -171,6 +171,7 @@ def make_plan(
     max_context: int,
     offload: bool = True,
     slots: int | None = None,
+    overlap: bool = False,
     device_budget: int | float | str | None = None,
     host_budget: int | float | str | None = None,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
@@ -179,7 +180,7 @@ def make_plan(
 
     Args:
       weight_bytes: bytes of the parameters.
-      attention, max_context, offload: as for `CacheLayout`.
+      attention, max_context, offload, overlap: as for `CacheLayout`.
       max_batch: rows; None takes as many as both budgets hold at their full length, and at least one.
       slots: per row and KV head; None takes twice the selected blocks if the device budget allows, else as many as
         it does allow.
@@ -199,7 +200,7 @@ def make_plan(
 
     def items_for(rows: int, n_slots: int) -> tuple[CacheLayout, list[MemoryItem]]:
         try:
-            layout = CacheLayout(config, attention, rows, max_context, offload, n_slots)
+            layout = CacheLayout(config, attention, rows, max_context, offload, n_slots, overlap)
         except ValueError as error:
             raise InputError(str(error)) from error
         padded = layout.n_blocks * config.block_size

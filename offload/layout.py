@@ -29,6 +29,7 @@ class CacheLayout:
       max_context: tokens a row may reach; rounded up to whole blocks.
       offload: keep blocks on host pages and the selected ones in slots. Otherwise every block has its own slot.
       slots: slots per row and KV head when offloading, at least C.
+      overlap: attend to the blocks that are in slots while the others arrive (docs/04). The same bits.
 
     Raises:
       ValueError: sizes that do not fit together; the message names them.
@@ -40,6 +41,7 @@ class CacheLayout:
     max_context: int
     offload: bool
     slots: int
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -50,6 +52,10 @@ class CacheLayout:
             )
         if self.attention == "dense" and self.offload:
             raise ValueError("attention='dense' reads every block in every step; use offload=False for it")
+        if self.overlap and not self.offload:
+            raise ValueError(
+                "overlap=True hides the fetching of blocks; with offload=False there is none: drop one of them"
+            )
         if self.offload and self.slots < self.n_selected:
             raise ValueError(
                 f"slots={self.slots} cannot hold the {self.n_selected} blocks that one step selects; "

@@ -5,25 +5,32 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from nosa_jax.ffi import fetch_blocks, store_blocks
+from nosa_jax.ffi import NewToken, PendingFetch, fetch_blocks, start_fetch, store_blocks
+from nosa_jax.offload.append import append_tail
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
 
 
 class Residency(NamedTuple):
-    """Where the selected blocks lie, the current one apart (-1: not selected), and what it took."""
+    """Where the selected blocks lie, the current one apart (-1: not selected), and what it took.
+
+    pending: the copies that are under way, for `finish_fetch`; None where every block is there.
+    """
 
     slot_ids: Int[Array, "B K C"]
     tail_slot: Int[Array, "B K"]
     hits: Int[Array, "B K"]
     misses: Int[Array, "B K"]
+    pending: PendingFetch | None = None
 
 
 def bring_in(
     cache: LayerCache,
     block_ids: Int[Array, "B K C"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
     lengths: Int[Array, "B"],
     page_table: Int[Array, "B M"],
     handle: Int[Array, "2"],
@@ -32,10 +39,14 @@ def bring_in(
     layer: int,
     layout: CacheLayout,
 ) -> tuple[LayerCache, Residency]:
-    """Make every selected block resident.
+    """Make every selected block resident, and write the token at position `lengths` into its block.
 
     Blocks in a slot stay where they are; the others replace the least recently used blocks and are copied from
     their host pages. The block of position `lengths`, when it is new, gets a slot and no copy.
+
+    Args:
+      k, v: rotated key and value of the new token of each row; they go nowhere in a row that does not select its
+        current block.
     """
     current = lengths // layout.config.block_size
     if not layout.offload:
@@ -45,22 +56,18 @@ def bring_in(
         hits = (selected & ~new).sum(axis=-1, dtype=jnp.int32)
         slot_ids = jnp.where(selected, block_ids, -1)
         tail_slot = jnp.where(is_current, slot_ids, -1).max(axis=-1)
+        cache = dataclasses.replace(cache, slots=append_tail(cache.slots, k, v, tail_slot, lengths))
         return cache, Residency(slot_ids, tail_slot, hits, jnp.zeros_like(hits))
-    fetched = fetch_blocks(
-        handle,
-        cache.slots,
-        block_ids,
-        cache.slot_block,
-        cache.last_used,
-        step,
-        current,
-        page_table,
-        layer=layer,
-        n_layers=layout.config.num_layers,
-        keep_if_unused=False,
-    )
+    dtype = cache.slots.dtype
+    arrays = (handle, cache.slots, block_ids, cache.slot_block, cache.last_used, step, current, page_table)
+    token = NewToken(k.astype(dtype), v.astype(dtype), lengths)
+    place = dict(layer=layer, n_layers=layout.config.num_layers)
+    if layout.overlap:
+        fetched, pending = start_fetch(*arrays, token=token, **place)
+    else:
+        fetched, pending = fetch_blocks(*arrays, token=token, **place, keep_if_unused=False), None
     cache = dataclasses.replace(cache, slots=fetched.cache, slot_block=fetched.slot_block, last_used=fetched.last_used)
-    return cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses)
+    return cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses, pending)
 
 
 def write_full_blocks(

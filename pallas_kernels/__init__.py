@@ -5,7 +5,11 @@ One folder per operation: `reference.py` is the definition in plain jnp (the ora
 that chooses between them by `implementation=`.
 """
 
-from nosa_jax.pallas_kernels.decode_attention.api import decode_attention, decode_attention_partial
+from nosa_jax.pallas_kernels.decode_attention.api import (
+    decode_attention,
+    decode_attention_in_two,
+    decode_attention_partial,
+)
 from nosa_jax.pallas_kernels.decode_attention.merge import Partial, merge_partials
 from nosa_jax.pallas_kernels.dense_attention.api import dense_attention
 from nosa_jax.pallas_kernels.dispatch import IMPLEMENTATIONS, Implementation, default_implementation
@@ -20,6 +24,7 @@ __all__ = [
     "Implementation",
     "Partial",
     "decode_attention",
+    "decode_attention_in_two",
     "decode_attention_partial",
     "default_implementation",
     "dense_attention",

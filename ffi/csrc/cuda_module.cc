@@ -16,6 +16,7 @@
 
 #include "cuda_handlers.h"
 #include "cuda_pool.h"
+#include "side_stream.h"
 
 namespace nb = nanobind;
 
@@ -244,6 +245,10 @@ NB_MODULE(_cuda, m) {
       .def("renew", &PinnedPool::Renew, nb::call_guard<nb::gil_scoped_release>())
       .def("counts", &CountsOf);
   m.def("take_fault", &TakeFault);
+  m.def("settle", [] {
+    const nb::gil_scoped_release released;
+    if (const Problem problem = SettleBeside(); !problem.empty()) throw std::runtime_error(problem);
+  });
   m.def("load_append_kernels", [](int device) {
     const OnDevice current(device);
     Require(current.status, "CUDA device " + std::to_string(device));
@@ -257,6 +262,8 @@ NB_MODULE(_cuda, m) {
     handlers["nosa_write_pages"] = Capsule(kWritePagesCuda);
     handlers["nosa_fetch_blocks"] = Capsule(kFetchBlocksCuda);
     handlers["nosa_store_blocks"] = Capsule(kStoreBlocksCuda);
+    handlers["nosa_start_fetch"] = Capsule(kStartFetchCuda);
+    handlers["nosa_finish_fetch"] = Capsule(kFinishFetchCuda);
     return handlers;
   });
 }

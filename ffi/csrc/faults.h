@@ -9,7 +9,7 @@
 
 namespace nosa {
 
-enum class Caller : int32_t { kSwapIn, kWritePages, kFetchBlocks, kStoreBlocks };
+enum class Caller : int32_t { kSwapIn, kWritePages, kFetchBlocks, kStoreBlocks, kStartFetch };
 
 inline const char* NameOf(Caller caller) {
   switch (caller) {
@@ -17,6 +17,7 @@ inline const char* NameOf(Caller caller) {
     case Caller::kWritePages: return "write_pages";
     case Caller::kFetchBlocks: return "fetch_blocks";
     case Caller::kStoreBlocks: return "store_blocks";
+    case Caller::kStartFetch: return "start_fetch";
   }
   return "unknown handler";
 }

@@ -1,20 +1,57 @@
-// fetch_blocks on the CPU: assign_slots and swap_in of one layer in one call.
+// fetch_blocks on the CPU: assign_slots and swap_in of one layer in one call, and the new token. start_fetch does the same
+// at once, and finish_fetch nothing.
+#include <algorithm>
+
 #include "cpu_handlers.h"
 #include "cpu_tables.h"
 
 namespace nosa {
 namespace {
 
-ffi::Error FetchBlocks(Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted, Int32Buffer3 slot_block,
-                       Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step, Int32Buffer1 fresh_from,
-                       Int32Buffer2 page_table, ffi::Result<ffi::AnyBuffer> new_cache, Int32Result3 slot_ids,
-                       Int32Result3 new_slot_block, Int32Result3 new_last_used, Int32Result2 hits,
-                       Int32Result2 misses, Int32Result2 tail_slot, Int32Result3 load_block, Int32Result3 load_slot,
-                       int64_t layer, int64_t n_layers, int64_t /*n_ctas*/) {
+// Writes the token's key and value into the slot of each row's block fresh_from.
+void WriteToken(const TransferSizes& sizes, const TokenSizes& token_sizes, const Token& token, const int32_t* tail_slot,
+                std::byte* cache) {
+  if (token_sizes.row_bytes == 0) return;
+  const auto* const k = static_cast<const std::byte*>(token.k->untyped_data());
+  const auto* const v = static_cast<const std::byte*>(token.v->untyped_data());
+  const int64_t row_bytes = token_sizes.row_bytes;
+  for (int64_t h = 0; h < sizes.rows * sizes.heads; ++h) {
+    const int64_t position = token.position->typed_data()[h / sizes.heads];
+    if (tail_slot[h] < 0 || position < 0) continue;
+    std::byte* const at = cache + (h * sizes.slots + tail_slot[h]) * sizes.page_bytes +
+                          position % token_sizes.block_size * row_bytes;
+    std::memcpy(at, k + h * row_bytes, row_bytes);
+    std::memcpy(at + token_sizes.block_size * row_bytes, v + h * row_bytes, row_bytes);
+  }
+}
+
+// Marks the wanted entries whose block was loaded.
+void MarkLate(const TransferSizes& sizes, const int32_t* slot_ids, const int32_t* load_slot, const int32_t* loads,
+              int32_t* late) {
+  for (int64_t h = 0; h < sizes.rows * sizes.heads; ++h) {
+    const int32_t* const loaded = load_slot + h * sizes.entries;
+    for (int64_t j = h * sizes.entries; j < (h + 1) * sizes.entries; ++j) {
+      late[j] = std::find(loaded, loaded + loads[h], slot_ids[j]) != loaded + loads[h];
+    }
+  }
+}
+
+// `Late` is the result that start_fetch has more than fetch_blocks.
+template <typename... Late>
+ffi::Error Fetch(Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted, Int32Buffer3 slot_block,
+                 Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step, Int32Buffer1 fresh_from,
+                 Int32Buffer2 page_table, std::optional<ffi::AnyBuffer> k, std::optional<ffi::AnyBuffer> v,
+                 std::optional<Int32Buffer1> position, ffi::Result<ffi::AnyBuffer> new_cache, Int32Result3 slot_ids,
+                 Int32Result3 new_slot_block, Int32Result3 new_last_used, Int32Result2 hits, Int32Result2 misses,
+                 Int32Result2 tail_slot, Int32Result3 load_block, Int32Result3 load_slot, int64_t layer,
+                 int64_t n_layers, int64_t /*n_ctas*/, Late... late) {
+  constexpr Caller caller = sizeof...(Late) == 0 ? Caller::kFetchBlocks : Caller::kStartFetch;
+  const Token token{k, v, position};
   AssignSizes assign{};
   TransferSizes transfer{};
-  if (auto error = ReadFetchSizes(handle, cache, wanted, slot_block, last_used, fresh_from, page_table, layer,
-                                  n_layers, &assign, &transfer);
+  TokenSizes token_sizes{};
+  if (auto error = ReadFetchSizes(NameOf(caller), handle, cache, wanted, slot_block, last_used, fresh_from, page_table,
+                                  token, layer, n_layers, &assign, &transfer, &token_sizes);
       error.failure()) {
     return error;
   }
@@ -25,15 +62,28 @@ ffi::Error FetchBlocks(Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 w
                   new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
                   load_slot->typed_data(), misses->typed_data(), hits->typed_data(), misses->typed_data(),
                   tail_slot->typed_data()});
-  return MovePages(Caller::kFetchBlocks, {handle.typed_data()[0], handle.typed_data()[1]},
-                   {{transfer, load_block->typed_data(), load_slot->typed_data(), misses->typed_data(),
-                     page_table.typed_data(), static_cast<std::byte*>(new_cache->untyped_data())}});
+  (MarkLate(transfer, slot_ids->typed_data(), load_slot->typed_data(), misses->typed_data(), late->typed_data()), ...);
+  auto* const slots = static_cast<std::byte*>(new_cache->untyped_data());
+  auto error = MovePages(caller, {handle.typed_data()[0], handle.typed_data()[1]},
+                         {{transfer, load_block->typed_data(), load_slot->typed_data(), misses->typed_data(),
+                           page_table.typed_data(), slots}});
+  if (error.success()) WriteToken(transfer, token_sizes, token, tail_slot->typed_data(), slots);
+  return error;
 }
 
-XLA_FFI_DEFINE_HANDLER(kHandler, FetchBlocks, BindFetch(ffi::Ffi::Bind()));
+ffi::Error FinishFetch(ffi::AnyBuffer cache, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result) {
+  CopyUnlessAliased(cache, *result);
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kFetch, Fetch<>, BindFetch(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kStart, Fetch<Int32Result3>, BindStart(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kFinish, FinishFetch, BindFinish(ffi::Ffi::Bind()));
 
 }  // namespace
 
-XLA_FFI_Handler* const kFetchBlocksCpu = kHandler;
+XLA_FFI_Handler* const kFetchBlocksCpu = kFetch;
+XLA_FFI_Handler* const kStartFetchCpu = kStart;
+XLA_FFI_Handler* const kFinishFetchCpu = kFinish;
 
 }  // namespace nosa

@@ -1,4 +1,5 @@
-// The kernel of fetch_blocks: assign_slots and swap_in in one launch, for GPUs with clusters (sm_90 on).
+// The kernel of fetch_blocks: assign_slots, swap_in and the new token in one launch, for GPUs with clusters (sm_90 on);
+// and that of start_fetch, which assigns, writes the token and leaves the copies to a launch of their own.
 //
 // The CTAs of a cluster share some (row, KV head) pairs; a warp takes a pair. Then the CTAs tell one another how many
 // blocks each pair has to load, and all warps of the cluster copy. No CTA waits on one outside its
@@ -21,6 +22,7 @@ constexpr int64_t kFetchSharedBytes = 96 * 1024;  // of a CTA: two of them fit o
 struct FetchArgs {
   TransferArgs transfer;  // without lists
   SlotTables tables;
+  TokenArgs token;
   int32_t n_assigners = 0;  // warps of a CTA that take a pair at a time
   int32_t warp_bytes = 0;   // of shared memory, for each of those
 };
@@ -46,13 +48,15 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
 
   for (uint32_t first = 0, turn = 0; first < n_mine; first += n_lists, turn ^= 1) {
     if (warp < static_cast<uint32_t>(args.n_assigners) && first + list < n_mine) {
+      const int64_t pair = static_cast<int64_t>(first + list) * n_clusters + number;
+      const PairToken token(args.token, pair, static_cast<uint32_t>(pair) / static_cast<uint32_t>(sizes.heads));
       SlotAssigner<kWants, kSlots> slots(args.tables, reinterpret_cast<std::byte*>(shared) + warp * args.warp_bytes,
-                                         static_cast<int64_t>(first + list) * n_clusters + number);
+                                         pair);
       const int32_t n_loads = slots.Assign();
       if (first == 0) cluster.barrier_wait();  // every CTA has started: its memory may be written
       if (lane < n_ctas) *cluster.map_shared_rank(&counts[turn][list], lane) = n_loads;
       cluster.barrier_arrive();
-      slots.Write();  // after the arrival, which would wait for these stores otherwise
+      token.Write(slots.Write());  // after the arrival, which would wait for these stores otherwise
     } else {
       if (first == 0) cluster.barrier_wait();
       cluster.barrier_arrive();
@@ -95,6 +99,26 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
 #endif
 }
 
+struct StartArgs {
+  SlotTables tables;
+  TokenArgs token;
+  int32_t* load_block;
+  int32_t* load_slot;
+  int32_t* late;
+};
+
+// One warp for each (row, KV head).
+template <int kWants, int kSlots>
+__global__ void __launch_bounds__(kLanes) StartKernel(const __grid_constant__ StartArgs args) {
+  extern __shared__ int4 shared[];
+  const int64_t pair = blockIdx.x;
+  const PairToken token(args.token, pair, static_cast<uint32_t>(pair) / static_cast<uint32_t>(args.tables.heads));
+  SlotAssigner<kWants, kSlots> slots(args.tables, reinterpret_cast<std::byte*>(shared), pair);
+  slots.Assign();
+  token.Write(slots.Write());
+  slots.WriteLoads(args.load_block, args.load_slot, args.late);
+}
+
 // Slots per lane of the kernel that is used for so many slots and wanted blocks.
 inline int SlotsPerLane(const TransferSizes& sizes) {
   if (sizes.entries > 2 * kLanes || sizes.slots > 8 * kLanes) return kMostPerLane;
@@ -105,10 +129,21 @@ inline int64_t FetchWarpBytes(const TransferSizes& sizes) {
   return AssignerBytes(sizes.entries, SlotsPerLane(sizes), sizes.blocks);
 }
 
-// Whether one launch can do it: small enough tables, whole 16 bytes in a page.
+// Whether a warp can hold the tables of a pair.
+inline bool FitsAssigner(const TransferSizes& sizes) {
+  return sizes.slots <= kMostPerLane * kLanes && sizes.blocks >= 1 && FetchWarpBytes(sizes) <= kFetchSharedBytes;
+}
+
+// Whether one launch can do all of fetch_blocks: small enough tables, whole 16 bytes in a page.
 inline bool FitsFetchKernel(const TransferSizes& sizes) {
-  return sizes.slots <= kMostPerLane * kLanes && sizes.blocks >= 1 &&
-         sizes.page_bytes % static_cast<int64_t>(sizeof(uint4)) == 0 && FetchWarpBytes(sizes) <= kFetchSharedBytes;
+  return FitsAssigner(sizes) && sizes.page_bytes % static_cast<int64_t>(sizeof(uint4)) == 0;
+}
+
+inline void SetSizes(const TransferSizes& sizes, SlotTables* tables) {
+  tables->heads = static_cast<int32_t>(sizes.heads);
+  tables->n_wanted = static_cast<int32_t>(sizes.entries);
+  tables->n_slots = static_cast<int32_t>(sizes.slots);
+  tables->n_blocks = static_cast<int32_t>(sizes.blocks);
 }
 
 template <int kWants, int kSlots>
@@ -133,10 +168,7 @@ cudaError_t LaunchFetchKernel(const FetchArgs& args, int64_t n_ctas, cudaStream_
 // Launches the kernel for arguments that fit, at least one pair of them.
 inline cudaError_t LaunchFetch(FetchArgs args, int64_t n_ctas, cudaStream_t stream) {
   const TransferSizes& sizes = args.transfer.sizes;
-  args.tables.heads = static_cast<int32_t>(sizes.heads);
-  args.tables.n_wanted = static_cast<int32_t>(sizes.entries);
-  args.tables.n_slots = static_cast<int32_t>(sizes.slots);
-  args.tables.n_blocks = static_cast<int32_t>(sizes.blocks);
+  SetSizes(sizes, &args.tables);
   const int64_t warp_bytes = FetchWarpBytes(sizes);
   const int64_t pairs_per_cta = (sizes.rows * sizes.heads + n_ctas - 1) / n_ctas;
   args.warp_bytes = static_cast<int32_t>(warp_bytes);
@@ -146,6 +178,25 @@ inline cudaError_t LaunchFetch(FetchArgs args, int64_t n_ctas, cudaStream_t stre
     case 4: return LaunchFetchKernel<2, 4>(args, n_ctas, stream);
     case 8: return LaunchFetchKernel<2, 8>(args, n_ctas, stream);
     default: return LaunchFetchKernel<kMostPerLane, kMostPerLane>(args, n_ctas, stream);
+  }
+}
+
+template <int kWants, int kSlots>
+void LaunchStartKernel(const StartArgs& args, int64_t pairs, int64_t shared_bytes, cudaStream_t stream) {
+  if (shared_bytes > 48 * 1024) {
+    cudaFuncSetAttribute(StartKernel<kWants, kSlots>, cudaFuncAttributeMaxDynamicSharedMemorySize, kFetchSharedBytes);
+  }
+  StartKernel<kWants, kSlots><<<static_cast<unsigned>(pairs), kLanes, static_cast<size_t>(shared_bytes), stream>>>(args);
+}
+
+// Launches the assignment of start_fetch for tables that fit, at least one pair of them.
+inline void LaunchStart(StartArgs args, const TransferSizes& sizes, cudaStream_t stream) {
+  SetSizes(sizes, &args.tables);
+  const int64_t pairs = sizes.rows * sizes.heads, shared_bytes = FetchWarpBytes(sizes);
+  switch (SlotsPerLane(sizes)) {
+    case 4: return LaunchStartKernel<2, 4>(args, pairs, shared_bytes, stream);
+    case 8: return LaunchStartKernel<2, 8>(args, pairs, shared_bytes, stream);
+    default: return LaunchStartKernel<kMostPerLane, kMostPerLane>(args, pairs, shared_bytes, stream);
   }
 }
 

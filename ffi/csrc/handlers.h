@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -90,12 +91,47 @@ inline ffi::Error ReadAssignSizes(const Int32Buffer3& wanted, const Int32Buffer3
   return ffi::Error::Success();
 }
 
-// Checks the shapes of fetch_blocks' arguments: those of assign_slots and those of a transfer with C entries.
-inline ffi::Error ReadFetchSizes(const Int32Buffer1& handle, const ffi::AnyBuffer& cache, const Int32Buffer3& wanted,
+// The token that fetch_blocks writes into the slot of block fresh_from: its key and value [B, K, H] and its position in
+// the row [B]. All three are there or none.
+struct Token {
+  std::optional<ffi::AnyBuffer> k, v;
+  std::optional<Int32Buffer1> position;
+};
+
+// Where a token goes in a slot [2, P, H].
+struct TokenSizes {
+  int64_t block_size = 0;
+  int64_t row_bytes = 0;  // of the key or the value of one token; 0: there is no token
+};
+
+inline ffi::Error ReadTokenSizes(const char* name, const ffi::AnyBuffer& cache, const Token& token, TokenSizes* sizes) {
+  const auto fail = [name](const std::string& what) {
+    return ffi::Error::InvalidArgument(std::string(name) + ": " + what);
+  };
+  if (!token.k) return ffi::Error::Success();
+  if (!token.v || !token.position) return fail("a token has a key, a value and a position");
+  const auto dims = cache.dimensions(), k = token.k->dimensions(), v = token.v->dimensions();
+  if (dims.size() != 6 || dims[3] != 2) return fail("a token goes into a cache [B, K, S, 2, P, H]");
+  if (k.size() != 3 || !std::equal(k.begin(), k.end(), v.begin(), v.end()) || k[0] != dims[0] || k[1] != dims[1] ||
+      k[2] != dims[5] || token.position->dimensions()[0] != dims[0]) {
+    return fail("the token's key and value must be [B, K, H] and its position [B]");
+  }
+  if (token.k->element_type() != cache.element_type() || token.v->element_type() != cache.element_type()) {
+    return fail("the token's key and value must have the cache's type");
+  }
+  *sizes = {dims[4], dims[5] * static_cast<int64_t>(ffi::ByteWidth(cache.element_type()))};
+  return ffi::Error::Success();
+}
+
+// Checks the shapes of fetch_blocks' arguments: those of assign_slots, those of a transfer with C entries, the token's.
+inline ffi::Error ReadFetchSizes(const char* name, const Int32Buffer1& handle, const ffi::AnyBuffer& cache, const Int32Buffer3& wanted,
                                  const Int32Buffer3& slot_block, const Int32Buffer3& last_used,
-                                 const Int32Buffer1& fresh_from, const Int32Buffer2& page_table, int64_t layer,
-                                 int64_t n_layers, AssignSizes* assign, TransferSizes* transfer) {
-  const auto fail = [](const std::string& what) { return ffi::Error::InvalidArgument("fetch_blocks: " + what); };
+                                 const Int32Buffer1& fresh_from, const Int32Buffer2& page_table, const Token& token,
+                                 int64_t layer, int64_t n_layers, AssignSizes* assign, TransferSizes* transfer,
+                                 TokenSizes* token_sizes) {
+  const auto fail = [name](const std::string& what) {
+    return ffi::Error::InvalidArgument(std::string(name) + ": " + what);
+  };
   const auto dims = cache.dimensions();
   const auto table = slot_block.dimensions();
   if (handle.dimensions()[0] != 2) return fail("handle must be int32[2]");
@@ -108,9 +144,9 @@ inline ffi::Error ReadFetchSizes(const Int32Buffer1& handle, const ffi::AnyBuffe
     return fail("layer " + std::to_string(layer) + " is outside the " + std::to_string(n_layers) + " layers");
   }
   const int64_t n_blocks = page_table.dimensions()[1];
-  if (auto error = ReadAssignSizes(wanted, slot_block, last_used, fresh_from, n_blocks, assign); error.failure()) {
-    return error;
-  }
+  auto error = ReadAssignSizes(wanted, slot_block, last_used, fresh_from, n_blocks, assign);
+  if (error.success()) error = ReadTokenSizes(name, cache, token, token_sizes);
+  if (error.failure()) return error;
   *transfer = {dims[0], dims[1], dims[2], n_blocks, assign->wanted, SlotBytes(cache), layer, n_layers};
   return ffi::Error::Success();
 }
@@ -190,6 +226,9 @@ auto BindFetch(Binding&& binding) {
       .template Arg<ffi::Buffer<ffi::S32, 0>>()    // step
       .template Arg<Int32Buffer1>()                // fresh_from
       .template Arg<Int32Buffer2>()                // page_table
+      .template OptionalArg<ffi::AnyBuffer>()      // k [B, K, H] of a new token
+      .template OptionalArg<ffi::AnyBuffer>()      // v
+      .template OptionalArg<Int32Buffer1>()        // its position in the row [B]
       .template Ret<ffi::AnyBuffer>()              // cache
       .template Ret<Int32Buffer3>()                // slot_ids
       .template Ret<Int32Buffer3>()                // slot_block
@@ -197,11 +236,25 @@ auto BindFetch(Binding&& binding) {
       .template Ret<Int32Buffer2>()                // hits
       .template Ret<Int32Buffer2>()                // misses
       .template Ret<Int32Buffer2>()                // tail_slot
-      .template Ret<Int32Buffer3>()                // load.block } room for the load list between two launches;
-      .template Ret<Int32Buffer3>()                // load.slot  } undefined where one launch does all
+      .template Ret<Int32Buffer3>()                // load.block } what is loaded, `misses` of them; fetch_blocks leaves
+      .template Ret<Int32Buffer3>()                // load.slot  } them undefined where one launch does all
       .template Attr<int64_t>("layer")
       .template Attr<int64_t>("n_layers")
       .template Attr<int64_t>("n_ctas");
+}
+
+// As fetch_blocks, with one result more.
+template <typename Binding>
+auto BindStart(Binding&& binding) {
+  return BindFetch(std::forward<Binding>(binding)).template Ret<Int32Buffer3>();  // late [B, K, C]
+}
+
+template <typename Binding>
+auto BindFinish(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()  // cache, aliased
+      .RemainingArgs()                 // what the copies read, and what must come before; not looked at here
+      .template Ret<ffi::AnyBuffer>();
 }
 
 template <typename Binding>

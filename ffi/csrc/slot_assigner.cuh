@@ -7,7 +7,7 @@
 
 #include <cuda_runtime.h>
 
-#include "transfer_kernel.cuh"
+#include "token_kernel.cuh"
 
 namespace nosa {
 
@@ -54,12 +54,11 @@ class SlotAssigner {
   __device__ int32_t Assign() {
     Stage();
     // Without branches, so that the lookups of a lane overlap.
-    uint32_t missing = 0;
 #pragma unroll
     for (int i = 0; i < kWants; ++i) {
       const bool valid = IsBlock(want_[i]);
       place_[i] = valid ? Find(want_[i]) : -1;
-      missing |= static_cast<uint32_t>(valid && place_[i] < 0) << i;
+      missing_ |= static_cast<uint32_t>(valid && place_[i] < 0) << i;
     }
     __syncwarp();
 #pragma unroll
@@ -69,12 +68,12 @@ class SlotAssigner {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) claimed_ |= static_cast<uint32_t>(held_[i * kLanes + lane_] < 0) << i;
-    if (__builtin_expect(__any_sync(kWholeWarp, missing != 0), 0)) Replace(missing);
+    if (__builtin_expect(__any_sync(kWholeWarp, missing_ != 0), 0)) Replace();
     return n_loads_;
   }
 
-  // Writes the results.
-  __device__ void Write() const {
+  // Writes the results. Returns the slot of block fresh_from, or -1.
+  __device__ int32_t Write() const {
     int32_t tail = -1;
 #pragma unroll
     for (int i = 0; i < kWants; ++i) {
@@ -100,6 +99,20 @@ class SlotAssigner {
       tables_.hits[pair_] = static_cast<int32_t>(hits);
       tables_.misses[pair_] = n_loads_;
       tables_.tail_slot[pair_] = tail;
+    }
+    return tail;
+  }
+
+  // Writes what Assign left to be loaded, as lists of blocks and slots, and which wanted entries that concerns.
+  __device__ void WriteLoads(int32_t* load_block, int32_t* load_slot, int32_t* late) const {
+    const int64_t first = pair_ * tables_.n_wanted;
+#pragma unroll
+    for (int i = 0; i < kWants; ++i) {
+      const int32_t at = i * kLanes + lane_;
+      if (at >= tables_.n_wanted) continue;
+      late[first + at] = static_cast<int32_t>((missing_ >> i & 1) != 0 && want_[i] < fresh_from_);
+      load_block[first + at] = at < n_loads_ ? list_[at].x : -1;
+      load_slot[first + at] = at < n_loads_ ? list_[at].y : -1;
     }
   }
 
@@ -143,11 +156,11 @@ class SlotAssigner {
   __device__ int64_t Row() const { return static_cast<uint32_t>(pair_) / static_cast<uint32_t>(tables_.heads); }
 
   // Gives the missing blocks slots, in the order of `wanted`.
-  __device__ void Replace(uint32_t missing) {
+  __device__ void Replace() {
     int32_t n_missing = 0;
 #pragma unroll
     for (int i = 0; i < kWants; ++i) {
-      const bool mine = (missing >> i & 1) != 0;
+      const bool mine = (missing_ >> i & 1) != 0;
       const uint32_t those = __ballot_sync(kWholeWarp, mine);
       if (mine) list_[n_missing + __popc(those & ((1u << lane_) - 1))].x = want_[i];
       n_missing += __popc(those);
@@ -172,7 +185,7 @@ class SlotAssigner {
     }
 #pragma unroll
     for (int i = 0; i < kWants; ++i) {
-      if ((missing >> i & 1) != 0) place_[i] = Find(want_[i]);
+      if ((missing_ >> i & 1) != 0) place_[i] = Find(want_[i]);
     }
   }
 
@@ -207,6 +220,7 @@ class SlotAssigner {
   int32_t lane_, step_ = 0, fresh_from_ = 0, n_loads_ = 0;
   int32_t want_[kWants], age_[kSlots];
   int32_t place_[kWants];  // the slot of each wanted entry
+  uint32_t missing_ = 0;   // those whose block was in no slot, as bits
   // Of the lane's slots, as bits; taken: by a block that was missing.
   uint32_t exists_ = 0, empty_ = 0, claimed_ = 0, taken_ = 0;
 };

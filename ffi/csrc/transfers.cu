@@ -8,6 +8,7 @@
 #include "cuda_pool.h"
 #include "fetch_kernel.cuh"
 #include "handlers.h"
+#include "side_stream.h"
 #include "store_kernel.cuh"
 #include "transfer_kernel.cuh"
 
@@ -89,42 +90,84 @@ bool HasClusters() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
-ffi::Error FetchBlocks(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted,
-                       Int32Buffer3 slot_block, Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step,
-                       Int32Buffer1 fresh_from, Int32Buffer2 page_table, ffi::Result<ffi::AnyBuffer> new_cache,
-                       Int32Result3 slot_ids, Int32Result3 new_slot_block, Int32Result3 new_last_used,
-                       Int32Result2 hits, Int32Result2 misses, Int32Result2 tail_slot, Int32Result3 load_block,
-                       Int32Result3 load_slot, int64_t layer, int64_t n_layers, int64_t n_ctas) {
-  constexpr Caller caller = Caller::kFetchBlocks;
+ffi::Error Failure(Caller caller, const Problem& problem) {
+  if (problem.empty()) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(NameOf(caller)) + ": " + problem);
+}
+
+// fetch_blocks, or with one result more, `late`, start_fetch: its copies go to a stream beside XLA's.
+template <typename... Late>
+ffi::Error Fetch(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted,
+                 Int32Buffer3 slot_block, Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step,
+                 Int32Buffer1 fresh_from, Int32Buffer2 page_table, std::optional<ffi::AnyBuffer> k,
+                 std::optional<ffi::AnyBuffer> v, std::optional<Int32Buffer1> position,
+                 ffi::Result<ffi::AnyBuffer> new_cache, Int32Result3 slot_ids, Int32Result3 new_slot_block,
+                 Int32Result3 new_last_used, Int32Result2 hits, Int32Result2 misses, Int32Result2 tail_slot,
+                 Int32Result3 load_block, Int32Result3 load_slot, int64_t layer, int64_t n_layers, int64_t n_ctas,
+                 Late... late) {
+  constexpr bool starts = sizeof...(Late) == 1;
+  constexpr Caller caller = starts ? Caller::kStartFetch : Caller::kFetchBlocks;
+  const Token token{k, v, position};
   AssignSizes assign{};
   TransferSizes sizes{};
-  auto error = ReadFetchSizes(handle, cache, wanted, slot_block, last_used, fresh_from, page_table, layer, n_layers,
-                              &assign, &sizes);
+  TokenSizes token_sizes{};
+  auto error = ReadFetchSizes(NameOf(caller), handle, cache, wanted, slot_block, last_used, fresh_from, page_table,
+                              token, layer, n_layers, &assign, &sizes, &token_sizes);
   if (error.success()) error = CheckLaunch(caller, n_ctas);
   if (error.failure() || sizes.rows * sizes.heads == 0) return error;
   CopyUnlessAliased(cache, *new_cache, stream);
   CopyUnlessAliased(slot_block, *new_slot_block, stream);
   CopyUnlessAliased(last_used, *new_last_used, stream);
-  TransferArgs transfer{Faults(), handle.typed_data(), static_cast<std::byte*>(new_cache->untyped_data()),
-                        load_block->typed_data(), load_slot->typed_data(), misses->typed_data(),
-                        page_table.typed_data(), sizes, caller};
-  if (FitsFetchKernel(sizes) && HasClusters()) {
-    const SlotTables tables{wanted.typed_data(),         step.typed_data(),          fresh_from.typed_data(),
-                            page_table.typed_data(),     slot_ids->typed_data(),     new_slot_block->typed_data(),
-                            new_last_used->typed_data(), hits->typed_data(),         misses->typed_data(),
-                            tail_slot->typed_data()};
-    LaunchFetch({transfer, tables}, n_ctas, stream);
+  auto* const slots = static_cast<std::byte*>(new_cache->untyped_data());
+  const TransferArgs transfer{Faults(), handle.typed_data(), slots, load_block->typed_data(), load_slot->typed_data(),
+                              misses->typed_data(), page_table.typed_data(), sizes, caller};
+  const SlotTables tables{wanted.typed_data(),         step.typed_data(),          fresh_from.typed_data(),
+                          page_table.typed_data(),     slot_ids->typed_data(),     new_slot_block->typed_data(),
+                          new_last_used->typed_data(), hits->typed_data(),         misses->typed_data(),
+                          tail_slot->typed_data()};
+  const TokenArgs token_args = MakeTokenArgs(token, token_sizes, sizes, slots);
+  if (!starts && FitsFetchKernel(sizes) && HasClusters()) {
+    LaunchFetch({transfer, tables, token_args}, n_ctas, stream);
     return LastError(caller);
   }
-  error = LaunchAssign(NameOf(caller),
-                       {wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
-                        new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
-                        load_slot->typed_data(), misses->typed_data(), hits->typed_data(), misses->typed_data(),
-                        tail_slot->typed_data(), assign},
-                       stream);
+  int32_t* const late_entries = [&]() -> int32_t* {
+    if constexpr (starts) return (late->typed_data(), ...);
+    return nullptr;
+  }();
+  if (starts && FitsAssigner(sizes)) {
+    LaunchStart({tables, token_args, load_block->typed_data(), load_slot->typed_data(), late_entries}, sizes, stream);
+  } else {
+    error = LaunchAssign(NameOf(caller),
+                         {wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
+                          new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
+                          load_slot->typed_data(), misses->typed_data(), hits->typed_data(), misses->typed_data(),
+                          tail_slot->typed_data(), assign},
+                         stream);
+    if (error.failure()) return error;
+    AfterAssignKernel<<<static_cast<unsigned>(sizes.rows * sizes.heads), kLanes, 0, stream>>>(
+        {token_args, tail_slot->typed_data(), slot_ids->typed_data(), load_slot->typed_data(), misses->typed_data(),
+         late_entries, static_cast<int32_t>(sizes.heads), static_cast<int32_t>(sizes.entries)});
+  }
+  error = LastError(caller);
   if (error.failure()) return error;
-  LaunchTransfer<false>(transfer, n_ctas, stream);
-  return LastError(caller);
+  if (!starts) {
+    LaunchTransfer<false>(transfer, n_ctas, stream);
+    return LastError(caller);
+  }
+  return Failure(caller, StartBeside(stream, slots, [&](cudaStream_t beside) -> Problem {
+                   LaunchTransfer<false>(transfer, n_ctas, beside);
+                   const cudaError_t status = cudaGetLastError();
+                   return status == cudaSuccess ? Problem{} : cudaGetErrorString(status);
+                 }));
+}
+
+ffi::Error FinishFetch(cudaStream_t stream, ffi::AnyBuffer cache, ffi::RemainingArgs,
+                       ffi::Result<ffi::AnyBuffer> result) {
+  if (cache.size_bytes() == 0) return ffi::Error::Success();
+  const Problem problem = FinishBeside(stream, cache.untyped_data());
+  if (!problem.empty()) return ffi::Error::Internal("finish_fetch: " + problem);
+  CopyUnlessAliased(cache, *result, stream);  // after the copies
+  return ffi::Error::Success();
 }
 
 ffi::Error StoreBlocks(cudaStream_t stream, Int32Buffer1 handle, Int32Buffer1 block, PredBuffer1 full,
@@ -165,9 +208,14 @@ XLA_FFI_DEFINE_HANDLER(kSwapIn, Transfer<false>,
 XLA_FFI_DEFINE_HANDLER(kWritePages, Transfer<true>,
                        BindTransfer(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kFetchBlocks, FetchBlocks,
+XLA_FFI_DEFINE_HANDLER(kFetchBlocks, Fetch<>,
                        BindFetch(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
+// Not for captured graphs: where a graph ends between the two, what one forks the other cannot join.
+XLA_FFI_DEFINE_HANDLER(kStartFetch, Fetch<Int32Result3>,
+                       BindStart(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()));
+XLA_FFI_DEFINE_HANDLER(kFinishFetch, FinishFetch,
+                       BindFinish(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()));
 XLA_FFI_DEFINE_HANDLER(kStoreBlocks, StoreBlocks,
                        BindStore(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -211,11 +259,17 @@ void LoadTransferKernels() {
   cudaFuncGetAttributes(&unused, FetchKernel<2, 4>);
   cudaFuncGetAttributes(&unused, FetchKernel<2, 8>);
   cudaFuncGetAttributes(&unused, FetchKernel<kMostPerLane, kMostPerLane>);
+  cudaFuncGetAttributes(&unused, StartKernel<2, 4>);
+  cudaFuncGetAttributes(&unused, StartKernel<2, 8>);
+  cudaFuncGetAttributes(&unused, StartKernel<kMostPerLane, kMostPerLane>);
+  cudaFuncGetAttributes(&unused, AfterAssignKernel);
 }
 
 XLA_FFI_Handler* const kSwapInCuda = kSwapIn;
 XLA_FFI_Handler* const kWritePagesCuda = kWritePages;
 XLA_FFI_Handler* const kFetchBlocksCuda = kFetchBlocks;
 XLA_FFI_Handler* const kStoreBlocksCuda = kStoreBlocks;
+XLA_FFI_Handler* const kStartFetchCuda = kStartFetch;
+XLA_FFI_Handler* const kFinishFetchCuda = kFinishFetch;
 
 }  // namespace nosa

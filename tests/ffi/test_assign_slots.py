@@ -1,4 +1,4 @@
-"""assign_slots, and fetch_blocks that contains it, against the rule written in plain Python (oracle.assign_head)."""
+"""assign_slots, and fetch_blocks and start_fetch that contain it, against the rule in Python (oracle.assign_head)."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from nosa_jax import ffi
 from tests.ffi.oracle import INT_MAX, assign_head
 
-PAGE = (2, 1, 2)  # numbers of float32: 16 bytes
+PAGE = (2, 3, 2)  # numbers of float32: 48 bytes
+OFFSET = 2  # in its block, of the token that is written
 
 
 @functools.partial(jax.jit, static_argnames="n_blocks")
@@ -22,21 +23,31 @@ def jitted_assign(wanted, slot_block, last_used, step, fresh_from, n_blocks):
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "slot_block", "last_used"))
-def jitted_fetch(handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table):
+def jitted_fetch(handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token):
     return ffi.fetch_blocks(
-        handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, layer=1, n_layers=2
+        handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token=token, layer=1, n_layers=2
     )
 
 
-class Pages:
-    """Pages of made-up contents for `fetch_blocks`, which goes to layer 1 of 2."""
+@functools.partial(jax.jit, donate_argnames=("cache", "slot_block", "last_used"))
+def jitted_fetch_in_two(handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token):
+    got, pending = ffi.start_fetch(
+        handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token=token, layer=1, n_layers=2
+    )
+    between = pending.late.sum()
+    return got._replace(cache=ffi.finish_fetch(got.cache, pending, after=between)), pending.late
 
-    def __init__(self, make_pool: Callable[..., ffi.HostPool]) -> None:
+
+class Pages:
+    """Pages of made-up contents, and a token, for `fetch_blocks` or its two halves, which go to layer 1 of 2."""
+
+    def __init__(self, make_pool: Callable[..., ffi.HostPool], in_two: bool) -> None:
         self.make_pool = make_pool
+        self.in_two = in_two
         self.pools: dict[tuple[int, int, int], tuple[ffi.HostPool, np.ndarray]] = {}
 
-    def run(self, wanted, slot_block, last_used, step, fresh_from, n_blocks, load):
-        """What `fetch_blocks` gives, after the check of the cache against the `load` lists [(row, head)]."""
+    def run(self, wanted, slot_block, last_used, step, fresh_from, n_blocks, load, tails):
+        """What the handler gives, after the check of the cache against `load` lists and `tails` slots [(row, head)]."""
         rows, heads, n_slots = slot_block.shape
         key = rows, heads, n_blocks
         if key not in self.pools:
@@ -48,14 +59,24 @@ class Pages:
         before = jnp.array(expected)
         for (row, head), moves in load.items():
             for block, slot in moves:
-                page = np.array([row, head, block, step % 100], np.float32).reshape(PAGE)
+                page = np.resize(np.array([row, head, block, step % 100], np.float32), PAGE)
                 pool.write_page((int(table[row, block]) * 2 + 1) * heads + head, page)
                 expected[row, head, slot] = page
+        key, value = 1000 + np.arange(2 * rows * heads * PAGE[2], dtype=np.float32).reshape(2, rows, heads, PAGE[2])
+        for row, head in np.ndindex(rows, heads):
+            if tails[row, head] >= 0:
+                expected[row, head, tails[row, head], 0, OFFSET] = key[row, head]
+                expected[row, head, tails[row, head], 1, OFFSET] = value[row, head]
+        token = ffi.NewToken(key, value, np.full(rows, 5 * PAGE[1] + OFFSET, np.int32))
         counts = pool.stats()
-        got = jitted_fetch(
-            pool.handle, before, wanted, jnp.array(slot_block), jnp.array(last_used), jnp.int32(step), fresh_from, table
-        )
-        got = jax.tree.map(np.asarray, got)
+        tables = (wanted, jnp.array(slot_block), jnp.array(last_used), jnp.int32(step), fresh_from, table)
+        if self.in_two:
+            got, late = jax.tree.map(np.asarray, jitted_fetch_in_two(pool.handle, before, *tables, token))
+            loaded = [[block for block, _ in load[row, head]] for row, head in np.ndindex(rows, heads)]
+            expected_late = [np.isin(w, b) for w, b in zip(wanted.reshape(-1, wanted.shape[2]), loaded, strict=True)]
+            np.testing.assert_array_equal(late, np.reshape(expected_late, wanted.shape))
+        else:
+            got = jax.tree.map(np.asarray, jitted_fetch(pool.handle, before, *tables, token))
         pool.check()
         np.testing.assert_array_equal(got.cache, expected)
         moved = sum(len(moves) for moves in load.values())
@@ -64,10 +85,10 @@ class Pages:
         return got
 
 
-@pytest.fixture(params=["assign_slots", "fetch_blocks"])
+@pytest.fixture(params=["assign_slots", "fetch_blocks", "start_fetch"])
 def compare(request, device, make_pool):
     """Runs the handler and checks every output of every row and head; gives what it gave, as NumPy."""
-    pages = Pages(make_pool)
+    pages = Pages(make_pool, in_two=request.param == "start_fetch")
 
     def run(wanted, slot_block, last_used, step, fresh_from, n_blocks):
         wanted, slot_block, last_used, fresh_from = (
@@ -87,7 +108,12 @@ def compare(request, device, make_pool):
             got = jax.tree.map(np.asarray, got)
         else:
             load = {where: head.load for where, head in want.items()}
-            got = pages.run(wanted, slot_block, last_used, step, fresh_from, n_blocks, load)
+            tails = np.full((rows, heads), -1)
+            for (b, k), head in want.items():
+                tails[b, k] = max(
+                    (s for w, s in zip(wanted[b, k], head.slot_ids, strict=True) if w == fresh_from[b]), default=-1
+                )
+            got = pages.run(wanted, slot_block, last_used, step, fresh_from, n_blocks, load, tails)
         for (b, k), head in want.items():
             where, n = f"row {b}, head {k}", len(head.load)
             assert got.slot_ids[b, k].tolist() == head.slot_ids, where

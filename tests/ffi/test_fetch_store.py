@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from nosa_jax import ffi
-from nosa_jax.offload.append import append_tail
 from tests.ffi.oracle import Shape, as_bytes
 
 SHAPE = Shape()
@@ -156,11 +155,13 @@ def test_j2_the_caches_stay_where_they_are_and_nothing_is_copied(device, make_po
     def step(caches, tables):
         new, held, total = [], [], jnp.zeros(())
         for layer, (cache, slot_block) in enumerate(zip(caches, tables, strict=True)):
-            got = fetch(pool.handle, cache, everywhere(shape, [0, 1, 2]), slot_block, table, layer)
-            token = jnp.ones((shape.rows, shape.heads, shape.dim))
-            cache = append_tail(got.cache, token, token, at_slot(shape, 0), jnp.zeros(shape.rows, jnp.int32))
-            total = total + jnp.vdot(cache[0, 0, 1].reshape(-1), cache[0, 0, 2].reshape(-1))
-            new.append(cache)
+            ones = jnp.ones((shape.rows, shape.heads, shape.dim))
+            fresh_from = jnp.zeros(shape.rows, jnp.int32)
+            token = ffi.NewToken(ones, ones, fresh_from)
+            wanted = everywhere(shape, [0, 1, 2])
+            got = fetch(pool.handle, cache, wanted, slot_block, table, layer, fresh_from, token=token)
+            total = total + jnp.vdot(got.cache[0, 0, 1].reshape(-1), got.cache[0, 0, 2].reshape(-1))
+            new.append(got.cache)
             held.append(got.slot_block)
         slots = [at_slot(shape, 0)] * 2
         block = jnp.zeros(shape.rows, jnp.int32)
@@ -234,6 +235,13 @@ def test_arguments_that_do_not_fit_are_refused_while_tracing(device, make_pool):
     cache, block = SHAPE.random_cache(0), jnp.zeros(2, jnp.int32)
     with pytest.raises(ValueError, match="4 slots cannot hold 5 wanted blocks"):
         fetch(pool.handle, cache, everywhere(SHAPE, [0] * 5), empty(SHAPE), table)
+    for change in ({"k": jnp.zeros((2, 2, 9))}, {"v": jnp.zeros((2, 1, 8))}, {"position": jnp.zeros(3, jnp.int32)}):
+        token = ffi.NewToken(jnp.zeros((2, 2, 8)), jnp.zeros((2, 2, 8)), block)._replace(**change)
+        with pytest.raises(RuntimeError, match=r"must be \[B, K, H\] and its position \[B\]"):
+            jax.block_until_ready(fetch(pool.handle, cache, everywhere(SHAPE, [0]), empty(SHAPE), table, token=token))
+    token = ffi.NewToken(jnp.zeros((2, 2, 8), jnp.bfloat16), jnp.zeros((2, 2, 8)), block)
+    with pytest.raises(RuntimeError, match="must have the cache's type"):
+        jax.block_until_ready(fetch(pool.handle, cache, everywhere(SHAPE, [0]), empty(SHAPE), table, token=token))
     with pytest.raises(ValueError, match="layer=2 is outside the 2 layers"):
         fetch(pool.handle, cache, everywhere(SHAPE, [0]), empty(SHAPE), table, layer=2)
     with pytest.raises(ValueError, match="n_ctas=0 is outside"):

@@ -50,19 +50,19 @@ def compile_for_h200(fn, *args, **jit_options):
     return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
-def decode_step(batch: int, context: int, *, offload: bool):
+def decode_step(batch: int, context: int, *, offload: bool, overlap: bool = False):
     config = NosaConfig.nosa_8b(num_layers=2, param_dtype="bfloat16")
-    layout = CacheLayout(config, "nosa", batch, context, offload, 2 * config.budget.total)
+    layout = CacheLayout(config, "nosa", batch, context, offload, 2 * config.budget.total, overlap)
     model = jax.eval_shape(lambda: freeze(NosaLM.from_config(config)))
     state = jax.eval_shape(lambda: init_state(layout))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     return compile_for_h200(step, model, state, tokens, donate_argnums=1), plan.decode_bytes(layout)
 
 
-def decode_steps(batch: int, context: int, *, steps: int, greedy: bool):
+def decode_steps(batch: int, context: int, *, steps: int, greedy: bool, overlap: bool = False):
     """What the engine dispatches: steps with their sampling, in a loop."""
     config = NosaConfig.nosa_8b(num_layers=2, param_dtype="bfloat16")
-    layout = CacheLayout(config, "nosa", batch, context, True, 2 * config.budget.total)
+    layout = CacheLayout(config, "nosa", batch, context, True, 2 * config.budget.total, overlap)
     leaves, structure = jax.tree.flatten(jax.eval_shape(lambda: freeze(NosaLM.from_config(config))))
     state = jax.eval_shape(lambda: init_state(layout))
     sampling = jax.eval_shape(lambda: empty_sampling(batch))
@@ -113,6 +113,8 @@ CASES = {
     "decode, offloaded": lambda: decode_step(16, 65_536, offload=True),
     "decode, resident": lambda: decode_step(4, 65_536, offload=False),
     "decode, eight steps at once": lambda: decode_steps(16, 65_536, steps=8, greedy=False),
+    "decode, overlapped": lambda: decode_step(16, 65_536, offload=True, overlap=True),
+    "decode, eight steps at once, overlapped": lambda: decode_steps(16, 65_536, steps=8, greedy=False, overlap=True),
     "prefill, 128K at once": lambda: prefill_layer(131_072, 131_072),
     "prefill, a piece of 128K": lambda: prefill_layer(131_072, 8192),
     "attention": lambda: attention(131_072, heads=32, kv_heads=2, head_dim=128, gradient=False),

@@ -13,7 +13,7 @@ import pytest
 
 from nosa_jax.ffi import assign_slots
 from nosa_jax.infer import Engine, decode, decode_step
-from nosa_jax.offload import append, residency
+from nosa_jax.offload import residency
 from tests.infer.cases import ONE_LAYER, SMALL, C, offloaded, random_model, random_tokens, resident, run_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -73,22 +73,22 @@ def delayed(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(slow[0, 0]), jnp.zeros_like(x), x)
 
 
-def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(monkeypatch):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(monkeypatch, overlap):
     """O1: C + 1 slots; a slot is filled with NaN when its block is evicted; keys arrive late at the tail block, so that
     a write to the host or an attention that did not wait would see what was there before."""
 
-    def poisoned_bring_in(cache, block_ids, lengths, page_table, handle, step, *, layer, layout):
+    def poisoned_bring_in(cache, block_ids, k, v, lengths, page_table, handle, step, *, layer, layout):
         fresh_from = lengths // layout.config.block_size
         tables = assign_slots(block_ids, cache.slot_block, cache.last_used, step, fresh_from, n_blocks=layout.n_blocks)
         freed = tables.slot_block != cache.slot_block
         cache = dataclasses.replace(cache, slots=jnp.where(freed[..., None, None, None], jnp.nan, cache.slots))
-        return residency.bring_in(cache, block_ids, lengths, page_table, handle, step, layer=layer, layout=layout)
-
-    def late_append_tail(slots, k, v, tail_slot, lengths):
-        return append.append_tail(slots, delayed(k), delayed(v), tail_slot, lengths)
+        late = delayed(k), delayed(v)
+        return residency.bring_in(
+            cache, block_ids, *late, lengths, page_table, handle, step, layer=layer, layout=layout
+        )
 
     monkeypatch.setattr(decode, "bring_in", poisoned_bring_in)
-    monkeypatch.setattr(decode, "append_tail", late_append_tail)
     step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
     model, prompts = random_model(ONE_LAYER), [random_tokens(33), random_tokens(11)]
     options = dict(max_batch=2, max_context=33 + 200)

@@ -56,6 +56,10 @@ def test_o7_bytes_per_token_are_the_documented_ones(config, offload):
         (dict(max_batch=0), "max_batch=0 must be at least 1"),
         (dict(max_context=0), "max_context=0 must lie in 1 .. 131072"),
         (dict(max_context=131_073), "max_context=131073 must lie in"),
+        (
+            dict(offload=False, overlap=True),
+            "overlap=True hides the fetching of blocks; with offload=False there is none",
+        ),
         (dict(slots=C - 1), f"slots={C - 1} cannot hold the {C} blocks"),
         (dict(attention="dense"), "attention='dense' reads every block.*offload=False"),
     ],

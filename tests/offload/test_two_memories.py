@@ -116,12 +116,12 @@ def test_bfloat16_offloaded_and_resident_decode_are_equal_bit_for_bit(slots):
 def test_o1_every_freed_slot_poisoned(monkeypatch):
     """O1: 500 steps with C + 1 slots, where a slot is filled with NaN at the moment its block is evicted."""
 
-    def poisoned_bring_in(cache, block_ids, lengths, page_table, handle, step, *, layer, layout):
+    def poisoned_bring_in(cache, block_ids, k, v, lengths, page_table, handle, step, *, layer, layout):
         fresh_from = lengths // layout.config.block_size
         tables = assign_slots(block_ids, cache.slot_block, cache.last_used, step, fresh_from, n_blocks=layout.n_blocks)
         freed = tables.slot_block != cache.slot_block
         cache = dataclasses.replace(cache, slots=jnp.where(freed[..., None, None, None], jnp.nan, cache.slots))
-        return residency.bring_in(cache, block_ids, lengths, page_table, handle, step, layer=layer, layout=layout)
+        return residency.bring_in(cache, block_ids, k, v, lengths, page_table, handle, step, layer=layer, layout=layout)
 
     monkeypatch.setattr(decode, "bring_in", poisoned_bring_in)
     step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
