@@ -45,9 +45,8 @@ class Delivery:
                 yield job, end
             return
         seconds = (now - began) / len(report)
-        rows = np.count_nonzero(
-            report[:, :, 3], axis=1
-        ).tolist()  # a row that is decoded selects its own block at least
+        # A row that is decoded selects its own block at least.
+        rows = [int(np.count_nonzero(selected)) for selected in report[:, :, 3]]
         for its_rows, sums in zip(rows, report[:, :, 1:5].sum(axis=1, dtype=np.int64).tolist(), strict=True):
             self.recorder.step(its_rows, seconds, sums)
         counts = None if sent.counts is None else StepCounts(*(np.asarray(x) for x in sent.counts))

@@ -15,7 +15,7 @@ from nosa_jax.infer.in_flight import InFlight, steps_now
 from nosa_jax.infer.jobs import make_job
 from nosa_jax.infer.requests import Request
 from nosa_jax.infer.row_steps import steps_function
-from nosa_jax.infer.sampling import empty_sampling
+from nosa_jax.infer.sampling import empty_sampling, set_row
 from nosa_jax.offload import CacheLayout, init_state
 from nosa_jax.tokenizer import ByteTokenizer
 from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, P, random_model, random_tokens
@@ -51,6 +51,31 @@ def outcomes(at_once, requests, **options):
     counts += [now.generated_tokens, now.time_per_output_token.count, now.min_locality]
     counts += [pool.pages_read, pool.pages_written]
     return [repr(h.result()) for h in handles], counts
+
+
+def test_a_program_of_several_steps_gives_the_bits_of_as_many_programs_of_one():
+    """Every array of the state, the logits among them, the reports and the sampling, while rows end within."""
+
+    def after(at_once):
+        with engine_of() as engine:
+            state = engine.prefill([PROMPTS[i] for i in (1, 0, 8, 2)], max_new_tokens=9)
+            sampling = empty_sampling(ROWS)
+            for row, limit in enumerate((9, 9, 3, 6)):
+                params = SamplingParams(max_new_tokens=limit, temperature=0.9 * (row % 2), seed=row)
+                sampling = set_row(sampling, row, params, 0)
+            tokens, reports = state.logits.argmax(axis=-1).astype(jnp.int32), []
+            for _ in range(8 // at_once):
+                output = engine._scheduler._step(
+                    engine._scheduler._leaves, state, tokens, sampling, steps=at_once, greedy=False, record=False
+                )
+                reports.append(output.report)
+                tokens, state, sampling = output.tokens, output.state, output.sampling
+            state = state.replace(handle=jnp.zeros(2, jnp.int32))  # of another pool
+            return jax.tree.map(np.asarray, (jnp.concatenate(reports), tokens, jax.tree.leaves(state), sampling))
+
+    one, several = after(1), after(AT_ONCE)
+    np.testing.assert_array_equal(one[0][:, :4, 3] > 0, np.arange(8)[:, None] < np.array([8, 8, 3, 6]))
+    jax.tree.map(np.testing.assert_array_equal, several, one)
 
 
 @pytest.mark.parametrize("record_steps", [False, pytest.param(True, marks=pytest.mark.slow)])
