@@ -159,7 +159,12 @@ def compile_steps(
     """
     start = time.perf_counter()
     leaves, structure = jax.tree.flatten(model)
-    state_leaves, state_structure = jax.tree.flatten(jax.eval_shape(lambda: init_state(layout)))
+    state_structure: Any = None
+
+    def empty() -> list[Any]:
+        nonlocal state_structure
+        state_leaves, state_structure = jax.tree.flatten(init_state(layout))
+        return state_leaves
 
     def many(leaves: list[Any], state_leaves: list[Any], picks: jax.Array | None) -> list[Any]:
         model = jax.tree.unflatten(structure, leaves)
@@ -171,9 +176,8 @@ def compile_steps(
         state = jax.tree.unflatten(state_structure, state_leaves)
         return jax.tree.leaves(one(jnp.zeros(()), state) if steps == 1 else jax.lax.fori_loop(0, steps, one, state))
 
-    compiled = (
-        jax.jit(many, donate_argnums=1, compiler_options=compiler_options).lower(leaves, state_leaves, picks).compile()
-    )
+    jitted = jax.jit(many, donate_argnums=1, compiler_options=compiler_options)
+    compiled = jitted.lower(leaves, jax.eval_shape(empty), picks).compile()
     memory = compiled.memory_analysis()
     beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0
     return Program(layout, compiled, state_structure, beside, time.perf_counter() - start)
