@@ -53,9 +53,10 @@ def warm_up_prompts(plan: MemoryPlan, *, sampling: bool, at_once: int) -> tuple[
     whole = min(plan.prefill_chunk, room)
     lengths = [min(n, whole) for n in padded_lengths(plan.layout, whole)]
     requests = [(n, min(2, room + 1 - n), 0.0) for n in lengths if n > 0]  # tokens, new ones, temperature
-    if requests and at_once > 1 and at_once < room:  # as many steps follow the first new token after a prompt of one
-        requests.append((1, at_once + 1, 0.0))
+    # After a prompt of one token and the first new one, so many steps can be needed; nowhere are more.
+    together = [(1, at_once + 1, 0.0)] if requests and 1 < at_once < room else []
+    requests += together
     if requests and sampling:
-        requests += [(n, new, 1.0) for n, new, _ in (requests[0], requests[-1])]
+        requests += [(n, new, 1.0) for n, new, _ in (requests[0], *together)]
     prompts = [np.zeros(n, np.int32) for n, _, _ in requests]
     return prompts, [SamplingParams(max_new_tokens=new, temperature=heat) for _, new, heat in requests]
