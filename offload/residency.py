@@ -61,11 +61,12 @@ def bring_in(
     dtype = cache.slots.dtype
     arrays = (handle, cache.slots, block_ids, cache.slot_block, cache.last_used, step, current, page_table)
     token = NewToken(k.astype(dtype), v.astype(dtype), lengths)
-    place = dict(layer=layer, n_layers=layout.config.num_layers)
+    n_layers = layout.config.num_layers
+    pending = None
     if layout.overlap:
-        fetched, pending = start_fetch(*arrays, token=token, **place)
+        fetched, pending = start_fetch(*arrays, token=token, layer=layer, n_layers=n_layers)
     else:
-        fetched, pending = fetch_blocks(*arrays, token=token, **place, keep_if_unused=False), None
+        fetched = fetch_blocks(*arrays, token=token, layer=layer, n_layers=n_layers, keep_if_unused=False)
     cache = dataclasses.replace(cache, slots=fetched.cache, slot_block=fetched.slot_block, last_used=fetched.last_used)
     return cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses, pending)
 

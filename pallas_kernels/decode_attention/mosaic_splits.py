@@ -246,7 +246,7 @@ def attend_splits(
             pl.when(_any_late(late_ref, pair * plan.splits + split, plan.entries) == (early is not None))(attend_split)
 
     n_programs = batch * n_kv * plan.splits
-    results = Splits(
+    results = (
         jax.ShapeDtypeStruct((n_programs * plan.rows, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((n_programs, plan.rows), jnp.float32),
     )
@@ -260,9 +260,9 @@ def attend_splits(
     )
     if early is None:
         return Splits(*run(*arrays))
-    completed = Splits(*map(jax.new_ref, early))  # updated in place
-    run(*arrays, *completed)
-    return Splits(*map(jax.freeze, completed))
+    out, lse = jax.new_ref(early.out), jax.new_ref(early.lse)  # updated in place
+    run(*arrays, out, lse)
+    return Splits(jax.freeze(out), jax.freeze(lse))
 
 
 def _any_late(late_ref: Any, program: jax.Array, entries: int) -> jax.Array:

@@ -199,6 +199,7 @@ CUTS = {
     "8B": (dict(group=16, head_dim=128, entries=5, n_slots=7), 2),
     "blocks of 16": (dict(block=16, entries=12, n_slots=14), 4),
     "one part": (dict(entries=3), 3),
+    "two parts": (dict(entries=4, n_slots=6), 2),
     "long parts": (dict(entries=37, n_slots=40), 20),
 }
 

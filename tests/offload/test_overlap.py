@@ -56,15 +56,15 @@ def same_bits(moved, stayed):
 
 @pytest.mark.parametrize("slots", [C, pytest.param(C + 3, marks=pytest.mark.slow)])
 def test_o1_with_overlap_decode_equals_resident_decode_bit_for_bit(slots):
-    """O1: 100 steps of rows of all lengths, two layers."""
+    """O1: 60 steps of rows of all lengths, two layers."""
     model, prompts = random_model(), [random_tokens(n, seed=n) for n in LENGTHS]
     with offloaded(model, slots=slots, overlap=True) as engine:
         assert engine.layout.overlap
-        moved = run_steps(model, engine.prefill(prompts), 100)
+        moved = run_steps(model, engine.prefill(prompts), 60)
         engine.check()
         assert engine._pool.stats().pages_read == moved.misses.sum()
-    same_bits(moved, run_steps(model, resident(model).prefill(prompts), 100))
-    assert moved.misses.sum() > 200
+    same_bits(moved, run_steps(model, resident(model).prefill(prompts), 60))
+    assert moved.misses.sum() > 100
 
 
 def test_o1_late_blocks_are_not_read_before_they_are_there(late_blocks_are_nan):
