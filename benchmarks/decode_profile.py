@@ -47,6 +47,8 @@ class Options:
     """As of nosa-bench throughput."""
     locality: Literal["published", "weights"] = "published"
     """What the steps attend to: a synthetic trace with the published misses, or what random weights select."""
+    overlap: bool = False
+    """Attend to the blocks that are in slots while the others arrive."""
     graphs: tuple[Literal["default", "off"], ...] = ("default", "off")
     """CUDA graphs as XLA makes them, and none."""
     steps: int = 16
@@ -154,7 +156,7 @@ def main() -> int:
         return 2
     config = PRESETS[options.shape](num_layers=options.layers)
     system, n_steps = SYSTEMS[options.system], WARM_UP_STEPS + 3 * options.steps + 5
-    layout = system.layout(config, options.rows, options.context)
+    layout = system.layout(config, options.rows, options.context, overlap=options.overlap)
     trace = None
     if options.locality == "published" and system.attention == "nosa":
         trace = synthetic_trace(config, context=options.context - n_steps - 1, steps=n_steps)
@@ -171,6 +173,7 @@ def main() -> int:
         "system": options.system,
         "rows": options.rows,
         "context": options.context,
+        "overlap": layout.overlap,
         "selection": "as it comes from the weights" if trace is None else trace.origin,
         "graphs": {},
     }

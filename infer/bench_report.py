@@ -15,7 +15,8 @@ import matplotlib.pyplot as plt
 def describe(result: Measurement) -> str:
     """One line."""
     return (
-        f"{result.system:13} {result.context:6} tokens {result.batch:4} rows, {result.steps_per_dispatch} a dispatch: "
+        f"{result.system:13} {result.context:6} tokens {result.batch:4} rows, {result.steps_per_dispatch} a dispatch"
+        f"{', overlap' if result.overlap else ''}: "
         f"{result.step_seconds * 1e3:7.2f} ms a step (host {result.host_seconds * 1e3:.2f}), "
         f"{result.tokens_per_second:8,.0f} tokens/s, {result.of_floor:5.2f} x floor, {result.misses:5.2f} misses; "
         f"compiled in {result.compile_seconds:.1f} s, filled in {result.fill_seconds:.1f} s"
@@ -25,12 +26,13 @@ def describe(result: Measurement) -> str:
 def table(results: list[Measurement]) -> Table:
     """Everything measured."""
     found = Table(title="decode throughput")
-    for name in ("context", "system", "rows", "slots", "budget", "steps/\ndispatch", "ms/step", "host ms", "tokens/s",
-                 "x floor", "misses", "MB\nfetched", "planned", "in use"):  # fmt: skip
+    for name in ("context", "system", "rows", "slots", "budget", "steps/\ndispatch", "overlap", "ms/step", "host ms",
+                 "tokens/s", "x floor", "misses", "MB\nfetched", "planned", "in use"):  # fmt: skip
         found.add_column(name, justify="right")
     for r in results:
         found.add_row(
             f"{r.context:,}", r.system, str(r.batch), str(r.slots), r.device_budget or "", str(r.steps_per_dispatch),
+            "on" if r.overlap else "",
             f"{r.step_seconds * 1e3:.2f}", f"{r.host_seconds * 1e3:.2f}", f"{r.tokens_per_second:,.0f}",
             f"{r.of_floor:.2f}", f"{r.misses:.2f}", f"{r.fetched_bytes / 1e6:.1f}", format_bytes(r.device_bytes),
             format_bytes(r.allocator["in_use"] + r.program_bytes) if r.allocator else "",

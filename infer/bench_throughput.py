@@ -6,25 +6,26 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from nosa_jax.config import AttentionKind, NosaConfig
+from nosa_jax.config import NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer.bench_cases import Case, system_named, target_cases, targets
 from nosa_jax.infer.bench_report import describe, plot
+from nosa_jax.infer.bench_traces import Traces
 from nosa_jax.infer.environment import environment
 from nosa_jax.infer.frozen import FrozenModel, freeze
 from nosa_jax.infer.plan import format_bytes, parse_bytes
 from nosa_jax.infer.random_contents import random_model
-from nosa_jax.infer.rates import measure_rates
+from nosa_jax.infer.rates import DeviceRates, measure_rates
 from nosa_jax.infer.throughput import SYSTEMS, Measurement, Program, Timing, beside_weights, compile_steps, measure
-from nosa_jax.infer.trace import PUBLISHED_MISSES, SelectionTrace, synthetic_trace
+from nosa_jax.infer.trace import SelectionTrace
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.weights import find_model
 
@@ -44,7 +45,7 @@ class ThroughputOptions:
     """targets: the rows of the project's targets, the most important first, and what they show. Overrides the sizes."""
     cases: tuple[str, ...] = ()
     """Rows to measure, in this order: SYSTEM:CONTEXT:ROWS, like nosa:64K:16 or dense:96K:max,budget=24GiB; further
-    options are locality=weights|published|MISSES and steps=N (of a dispatch). Overrides the sizes."""
+    options are locality=weights|published|MISSES, steps=N (of a dispatch) and overlap=on|off. Overrides the sizes."""
     contexts: tuple[int, ...] = (16_384, 65_536)
     """Tokens per row."""
     batches: tuple[int, ...] = (16, 32, 64)
@@ -62,6 +63,8 @@ class ThroughputOptions:
     """Files of nosa-bench trace to replay, one for each system that selects."""
     steps_per_dispatch: tuple[int, ...] = (8,)
     """Decode steps of one program; each number is a row of its own."""
+    overlap: tuple[Literal["off", "on"], ...] = ("off",)
+    """Whether attention begins while missing blocks arrive; each is a row of its own."""
     steps: int = 32
     """Steps of a round."""
     rounds: int = 5
@@ -84,54 +87,6 @@ class Row:
     layout: CacheLayout
     timing: Timing
     trace: SelectionTrace | None
-
-
-class Traces:
-    """The traces to replay, each made or read once."""
-
-    def __init__(self, options: ThroughputOptions, config: NosaConfig, shortest: int) -> None:
-        self._options, self._config, self._shortest = options, config, shortest
-        self._made: dict[tuple[str, str], SelectionTrace] = {}
-        self._recorded: dict[str, SelectionTrace] = {}
-        for path in options.trace:
-            trace = SelectionTrace.load(path)
-            if trace.attention in self._recorded:
-                raise InputError(f"--trace: {path} is a second trace of {trace.attention!r}; give one for each system")
-            self._recorded[trace.attention] = trace
-
-    def get(self, case: Case, timing: Timing) -> SelectionTrace | None:
-        """What a case replays; None where the weights select. Raises InputError where the trace does not fit."""
-        attention, config = case.system.attention, self._config
-        locality = case.locality or self._options.locality
-        if attention == "dense":
-            return None
-        if case.locality is None and attention in self._recorded:
-            trace = self._recorded[attention]
-        elif locality == "weights" or (locality == "published" and attention != "nosa"):
-            return None
-        else:
-            trace = self._synthetic(attention, locality)
-        first = case.context - timing.total_steps - 1
-        trace.require_fit(config, attention, first_length=first, steps=timing.total_steps)
-        return trace
-
-    def _synthetic(self, attention: AttentionKind, locality: str) -> SelectionTrace:
-        """Made for the shortest context, whose blocks every other has too."""
-        total = self._config.budget_for(attention).total
-        misses = PUBLISHED_MISSES if locality == "published" else {total: float(locality)}
-        if total not in misses:
-            raise InputError(
-                f"the published locality is of {min(PUBLISHED_MISSES)} selected blocks and this model selects {total}; "
-                "give --locality weights, a --trace, or cases with locality=MISSES"
-            )
-        key = attention, locality
-        if key not in self._made:
-            most = max(_timing(self._options, n).total_steps for n in self._options.steps_per_dispatch)
-            steps = max(most, _timing(self._options, 1).total_steps)
-            self._made[key] = synthetic_trace(
-                self._config, context=self._shortest - steps - 1, steps=steps, misses=misses, attention=attention
-            )
-        return self._made[key]
 
 
 def model_config(options: ThroughputOptions) -> NosaConfig:
@@ -175,29 +130,38 @@ def asked_for(options: ThroughputOptions) -> list[Case]:
     ]
 
 
+def variants(case: Case, options: ThroughputOptions) -> Iterator[tuple[Case, Timing]]:
+    """A case with each of the command's overlaps and dispatches that it leaves open."""
+    overlaps = [name == "on" for name in options.overlap] if case.overlap is None else [case.overlap]
+    own = case.steps_per_dispatch
+    for overlap in overlaps:
+        for steps in options.steps_per_dispatch if own is None else (own,):
+            yield dataclasses.replace(case, overlap=overlap), _timing(options, steps)
+
+
 def rows_to_measure(options: ThroughputOptions, config: NosaConfig) -> Iterator[Row]:
     """What is asked for and fits, each once; says what it leaves out."""
     cases = asked_for(options)
-    traces = Traces(options, config, min(case.context for case in cases))
+    each = [_timing(options, n).total_steps for n in {*options.steps_per_dispatch, 1}]
+    each += [_timing(options, case.steps_per_dispatch).total_steps for case in cases if case.steps_per_dispatch]
+    traces = Traces(options.trace, options.locality, config, min(case.context for case in cases), max(each))
     seen = set()
     for wanted in cases:
-        case = wanted.fit(config, options.rows_limit)
-        if case is None:
-            needed = beside_weights(wanted.system.layout(config, max(wanted.rows, 1), wanted.context))
+        fitting = wanted.fit(config, options.rows_limit)
+        if fitting is None:
+            needed = beside_weights(wanted.layout(config))
             print(f"{wanted}: needs {format_bytes(needed)}; left out", flush=True)
             continue
-        own = case.steps_per_dispatch
-        for steps in options.steps_per_dispatch if own is None else (own,):
-            timing = _timing(options, steps)
+        for case, timing in variants(fitting, options):
             if timing.total_steps >= case.context:
                 raise InputError(
                     f"{case}: timing takes {timing.total_steps} steps, more than the context has tokens; lower "
                     "--rounds, --steps or --steps-per-dispatch"
                 )
-            key = (case, steps)
+            layout = case.layout(config)
+            key = (layout, case.system, case.budget, case.locality, timing)
             if key not in seen:
                 seen.add(key)
-                layout = case.system.layout(config, case.rows, case.context)
                 yield Row(case, layout, timing, traces.get(case, timing))
 
 
@@ -210,60 +174,113 @@ def run(options: ThroughputOptions) -> tuple[list[Measurement], dict[str, Any]]:
     jax.block_until_ready(model.parameters)
     loaded = time.perf_counter() - started
     rates = measure_rates()
-    made_with = environment() | {
+    print(
+        f"{options.model}, {weights}, {format_bytes(model.nbytes)} in {loaded:.1f} s; {CONTENTS}; memory "
+        f"{rates.memory / 1e9:,.0f} GB/s, link {rates.link / 1e9:,.1f} GB/s",
+        flush=True,
+    )
+    made_with: dict[str, Any] = {
+        **environment(),
         "weights": weights,
         "contents": CONTENTS,
         "memory_bytes_per_second": rates.memory,
         "link_bytes_per_second": rates.link,
         "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
         "load_seconds": loaded,
-        "left_out": [],
     }
-    print(
-        f"{options.model}, {weights}, {format_bytes(model.nbytes)} in {loaded:.1f} s; {CONTENTS}; memory "
-        f"{rates.memory / 1e9:,.0f} GB/s, link {rates.link / 1e9:,.1f} GB/s",
-        flush=True,
-    )
-    results: list[Measurement] = []
-    longest, compiling = 0.0, 0.0  # seconds of a row, and of a group's compilation, at most so far
-    with contextlib.ExitStack() as stack:
-        pool: HostPool | None = None
+    with contextlib.closing(Session(options, model, rates, made_with, started)) as session:
         for at in range(0, len(rows), options.compile_together):
-            group = rows[at : at + options.compile_together]
-            if at and time.perf_counter() - started + compiling + longest > options.seconds:
-                made_with["left_out"] += [_out_of_time(row) for row in rows[at:]]
-                break
-            start = time.perf_counter()
-            picks = {id(row.trace): jnp.asarray(row.trace.picks) for row in group if row.trace is not None}
-            programs = _compile(model, group, picks)
-            compiling = max(compiling, time.perf_counter() - start)
-            for row, program in zip(group, programs, strict=True):
-                start = time.perf_counter()
-                if results and start - started + longest > options.seconds:
-                    made_with["left_out"].append(_out_of_time(row))
-                    continue
-                if isinstance(program, Exception):
-                    made_with["left_out"].append(_failed(row, program))
-                    continue
-                if row.layout.offload and pool is None:
-                    pages = row.layout.pages_per_block * row.layout.page_bytes
-                    groups = max(1, (parse_bytes(options.host_budget) or pages) // pages)
-                    pool = stack.enter_context(HostPool(groups * row.layout.pages_per_block, row.layout.page_bytes))
-                try:
-                    result = measure(
-                        model, row.case.system, program, rates=rates, timing=row.timing, trace=row.trace,
-                        picks=picks.get(id(row.trace)), pool=pool, device_budget=row.case.budget,
-                    )  # fmt: skip
-                except jax.errors.JaxRuntimeError as error:
-                    made_with["left_out"].append(_failed(row, error))
-                    continue
-                longest = max(longest, time.perf_counter() - start)
-                results.append(result)
-                print(describe(result), flush=True)
-                write(options, results, made_with)
-    made_with["seconds"] = time.perf_counter() - started
-    write(options, results, made_with)
-    return results, made_with
+            session.measure_group(rows[at : at + options.compile_together])
+        made_with["seconds"] = time.perf_counter() - started
+        session.write()
+        if options.out is not None and session.results:
+            plot(session.results, options.out / "throughput.png")
+        return session.results, made_with
+
+
+@dataclass
+class Session:
+    """Measures row after row with one model and one pool, and keeps to the time."""
+
+    options: ThroughputOptions
+    model: FrozenModel
+    rates: DeviceRates
+    made_with: dict[str, Any]
+    started: float  # by time.perf_counter
+    results: list[Measurement] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    longest: float = 0.0  # seconds of a row, at most so far
+    compiling: float = 0.0  # seconds until the programs of a group were there, at most so far
+    pool: HostPool | None = None
+
+    def close(self) -> None:
+        """Free the host pages."""
+        if self.pool is not None:
+            self.pool.close()
+
+    def measure_group(self, rows: list[Row]) -> None:
+        """Compile the programs of some rows at the same time, then measure one row after the other."""
+        if self.results and self._seconds_left() < self.compiling + self.longest:
+            for row in rows:
+                self._leave_out(row, "no time left")
+            return
+        start = time.perf_counter()
+        picks = {id(row.trace): jnp.asarray(row.trace.picks) for row in rows if row.trace is not None}
+        programs = _compile(self.model, rows, picks)
+        self.compiling = max(self.compiling, time.perf_counter() - start)
+        for row, program in zip(rows, programs, strict=True):
+            if self.results and self._seconds_left() < self.longest:
+                self._leave_out(row, "no time left")
+            elif isinstance(program, Exception):
+                self._leave_out(row, f"{type(program).__name__}: {program}")
+            else:
+                self._measure(row, program, picks.get(id(row.trace)))
+
+    def write(self) -> None:
+        """What there is so far, as throughput.json."""
+        self.made_with["left_out"] = self.left_out
+        if self.options.out is None:
+            return
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        rows = [
+            dataclasses.asdict(r)
+            | {"tokens_per_second": r.tokens_per_second, "of_floor": r.of_floor, "device_bytes": r.device_bytes}
+            for r in self.results
+        ]
+        reached = [dataclasses.asdict(t) | {"reached": t.reached} for t in targets(self.results)]
+        text = json.dumps(self.made_with | {"measurements": rows, "targets": reached}, indent=1)
+        (self.options.out / "throughput.json").write_text(text + "\n")
+
+    def _measure(self, row: Row, program: Program, picks: jax.Array | None) -> None:
+        start = time.perf_counter()
+        try:
+            result = measure(
+                self.model, row.case.system, program, rates=self.rates, timing=row.timing, trace=row.trace,
+                picks=picks, pool=self._pool_for(row.layout), device_budget=row.case.budget,
+            )  # fmt: skip
+        except jax.errors.JaxRuntimeError as error:
+            memory = "RESOURCE_EXHAUSTED" in str(error)
+            self._leave_out(row, "out of device memory" if memory else f"{type(error).__name__}: {error}")
+            return
+        self.longest = max(self.longest, time.perf_counter() - start)
+        self.results.append(result)
+        print(describe(result), flush=True)
+        self.write()
+
+    def _pool_for(self, layout: CacheLayout) -> HostPool | None:
+        """One pool serves all rows: a page and the pages of a block are the same in every layout of a model."""
+        if layout.offload and self.pool is None:
+            nbytes = layout.pages_per_block * layout.page_bytes
+            groups = max(1, (parse_bytes(self.options.host_budget) or nbytes) // nbytes)
+            self.pool = HostPool(groups * layout.pages_per_block, layout.page_bytes)
+        return self.pool if layout.offload else None
+
+    def _seconds_left(self) -> float:
+        return self.options.seconds - (time.perf_counter() - self.started)
+
+    def _leave_out(self, row: Row, why: str) -> None:
+        self.left_out.append(f"{row.case}: {why}")
+        print(f"{self.left_out[-1]}; left out", flush=True)
 
 
 def _compile(model: FrozenModel, group: list[Row], picks: dict[int, jax.Array]) -> list[Program | Exception]:
@@ -277,33 +294,3 @@ def _compile(model: FrozenModel, group: list[Row], picks: dict[int, jax.Array]) 
 
     with ThreadPoolExecutor(len(group)) as workers:
         return list(workers.map(one, group))
-
-
-def _out_of_time(row: Row) -> str:
-    text = f"{row.case}: no time left"
-    print(f"{text}; left out", flush=True)
-    return text
-
-
-def _failed(row: Row, error: Exception) -> str:
-    out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
-    text = f"{row.case}: " + ("out of device memory" if out_of_memory else f"{type(error).__name__}: {error}")
-    print(f"{text}; left out", flush=True)
-    return text
-
-
-def write(options: ThroughputOptions, results: list[Measurement], made_with: dict[str, Any]) -> None:
-    """What there is so far, as throughput.json and throughput.png."""
-    if options.out is None:
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    rows = [
-        dataclasses.asdict(r)
-        | {"tokens_per_second": r.tokens_per_second, "of_floor": r.of_floor, "device_bytes": r.device_bytes}
-        for r in results
-    ]
-    reached = [dataclasses.asdict(t) | {"reached": t.reached} for t in targets(results)]
-    text = json.dumps(made_with | {"measurements": rows, "targets": reached}, indent=1)
-    (options.out / "throughput.json").write_text(text + "\n")
-    if results:
-        plot(results, options.out / "throughput.png")

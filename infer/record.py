@@ -72,8 +72,13 @@ def record_trace(
             f"step selects; give at least {least} tokens"
         )
     longest = max(len(prompt) for prompt in prompts)
-    sizes = dict(max_batch=len(prompts), max_context=longest + tokens, attention=attention)
-    with Engine(model, slots=budget.total if slots is None else slots, **sizes) as engine:
+    with Engine(
+        model,
+        max_batch=len(prompts),
+        max_context=longest + tokens,
+        attention=attention,
+        slots=budget.total if slots is None else slots,
+    ) as engine:
         state = engine.prefill(list(prompts), max_new_tokens=tokens)
         n_slots, selections, before = engine.layout.n_slots, [], 0
         for index in range(tokens):

@@ -32,13 +32,14 @@ class System:
     attention: AttentionKind
     slots_per_selected: float | None
 
-    def layout(self, config: NosaConfig, batch: int, context: int) -> CacheLayout:
-        """The cache of so many rows of so many tokens."""
+    def layout(self, config: NosaConfig, batch: int, context: int, *, overlap: bool = False) -> CacheLayout:
+        """The cache of so many rows of so many tokens; overlap as in `CacheLayout`, of no effect on a resident one."""
         offload = self.slots_per_selected is not None
         selected = config.budget_for(self.attention).total
         slots = round(selected * self.slots_per_selected) if self.slots_per_selected is not None else selected
         n_blocks = config.num_blocks(context)
-        return CacheLayout(config, self.attention, batch, context, offload, min(slots, max(selected, n_blocks)))
+        slots = min(slots, max(selected, n_blocks))
+        return CacheLayout(config, self.attention, batch, context, offload, slots, overlap=overlap and offload)
 
 
 SYSTEMS = {
@@ -97,6 +98,7 @@ class Measurement:
     slots: int
     device_budget: str | None
     steps_per_dispatch: int
+    overlap: bool
     step_seconds: float
     round_seconds: tuple[float, ...]
     host_seconds: float
@@ -248,6 +250,7 @@ def measure(
         slots=layout.n_slots,
         device_budget=device_budget,
         steps_per_dispatch=steps,
+        overlap=layout.overlap,
         step_seconds=statistics.median(taken),
         round_seconds=tuple(taken),
         host_seconds=statistics.median(dispatching),

@@ -64,8 +64,8 @@ def test_all_systems_are_measured_beside_their_floors(monkeypatch, capsys, tmp_p
 def test_what_does_not_fit_into_the_time_is_left_out_and_the_rest_is_written(monkeypatch, capsys, tmp_path, rates):
     """One row is measured whatever the limit; shared host pages are said; the file has what was left out."""
     code, out, _ = run(
-        monkeypatch, capsys, "throughput", *TINY[:-1], "512KiB", "--cases", "nosa-c:1K:4,locality=2", "nosa:1K:4",
-        "dense:1K:4", "--steps", "4", "--rounds", "2", "--locality", "weights", "--compile-together", "1",
+        monkeypatch, capsys, "throughput", *TINY[:-1], "512KiB", "--cases", "nosa-c:1K:4,locality=2,overlap=on",
+        "nosa:1K:4", "dense:1K:4", "--steps", "4", "--rounds", "2", "--locality", "weights", "--compile-together", "1",
         "--seconds", "0.1", "--out", str(tmp_path),
     )  # fmt: skip
     assert code == 0
@@ -73,7 +73,7 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_the_rest_is_written(mon
     assert "host pages are shared" in out
     report = json.loads((tmp_path / "throughput.json").read_text())
     (row,) = report["measurements"]
-    assert row["system"] == "nosa-c"
+    assert (row["system"], row["overlap"]) == ("nosa-c", True)
     assert row["locality"].startswith("synthetic: ")
     assert row["misses"] == pytest.approx(2, abs=0.7)
     assert row["shared_pages"] > 1
@@ -110,6 +110,7 @@ def test_a_row_that_fails_does_not_take_the_others_along(monkeypatch, capsys, tm
     assert [row["system"] for row in report["measurements"]] == ["nosa-resident"]
 
 
+@pytest.mark.slow
 def test_random_parameters_are_those_of_a_fresh_model():
     """The same tree, shapes and dtypes as initialising the model, and values of the same spread."""
     config = NosaConfig.tiny(num_layers=3, dtype="bfloat16")
@@ -134,6 +135,7 @@ def test_random_parameters_are_those_of_a_fresh_model():
         (["--cases", "nosa:1K:2,colour=red"], r"has the unknown option 'colour'"),
         (["--cases", "nosa:1K:2,locality=often"], r"locality=often .* must be weights, published or a positive number"),
         (["--cases", "nosa:1K:2,budget=lots"], r"'lots' is no memory size"),
+        (["--cases", "nosa:1K:2,overlap=maybe"], r"overlap=maybe .* must be on or off"),
         (["--steps-per-dispatch", "0"], r"--steps-per-dispatch 0 must be at least 1"),
         (["--rounds", "0"], r"--rounds 0 must be at least 1"),
         (["--contexts", "128", "--locality", "weights"], r"timing takes 264 steps, more than the context has tokens"),

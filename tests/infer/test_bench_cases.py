@@ -8,6 +8,8 @@ from nosa_jax.infer.throughput import SYSTEMS, Measurement, Timing, beside_weigh
 
 
 def test_a_row_is_read_with_its_options():
+    assert Case.parse("nosa:1K:2,overlap=on").overlap
+    assert Case.parse("nosa:1K:2,overlap=off").overlap is False
     case = Case.parse("dense:96K:max,budget=24GiB,steps=4,locality=weights")
     assert (case.system, case.context, case.rows) == (SYSTEMS["dense"], 98_304, 0)
     assert (case.budget, case.steps_per_dispatch, case.locality) == ("24GiB", 4, "weights")
@@ -35,7 +37,7 @@ def test_the_targets_rows_fit_an_8b_model_and_its_positions():
         assert fitted is not None
         assert fitted.rows >= 1
         assert Timing(steps_per_dispatch=fitted.steps_per_dispatch or 8).total_steps < fitted.context
-        layout = fitted.system.layout(config, fitted.rows, fitted.context)
+        layout = fitted.layout(config)
         assert layout.device_bytes() < 100 * 2**30
 
 
@@ -48,7 +50,7 @@ def test_steps_are_counted_for_every_dispatch():
 
 def row(system: str, context: int, batch: int, step_ms: float, **changes) -> Measurement:
     values = dict(
-        system=system, context=context, batch=batch, slots=128, device_budget=None, steps_per_dispatch=8,
+        system=system, context=context, batch=batch, slots=128, device_budget=None, steps_per_dispatch=8, overlap=False,
         step_seconds=step_ms / 1e3, round_seconds=(), host_seconds=0.0, misses=0.0, fetched_bytes=0.0, read_bytes=0.0,
         floor_seconds=4e-3, locality="a trace", planned_bytes={}, program_bytes=0, allocator=None, shared_pages=1.0,
         compile_seconds=0.0, fill_seconds=0.0,
@@ -65,6 +67,7 @@ def test_targets_compare_rows_that_differ_in_one_thing():
         row("nosa-c", 16_384, 16, 6), row("infllmv2-c", 16_384, 16, 9, locality="one"),
         row("infllmv2-c", 16_384, 16, 12, locality="two"),
         row("nosa", 65_536, 16, 5.2), row("nosa", 65_536, 16, 6, steps_per_dispatch=1), row("nosa-c", 65_536, 16, 9),
+        row("nosa-c", 65_536, 16, 4, overlap=True),
         row("nosa", 65_536, 64, 8), row("nosa", 32_768, 16, 5), row("nosa-resident", 32_768, 16, 4.5),
     ]  # fmt: skip
     found = {target.name: (target.value, target.reached) for target in targets(rows)}
