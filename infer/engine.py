@@ -78,7 +78,7 @@ class Engine:
         max_queue: int | None = None,
         max_overtaken: int = 8,
     ) -> None:
-        if not 1 <= steps_per_dispatch <= max_context:
+        if not 1 <= steps_per_dispatch <= max(1, max_context):  # a context of 0 is refused for itself
             raise InputError(
                 f"steps_per_dispatch={steps_per_dispatch} must be from 1 to max_context={max_context}, more steps than "
                 "any request takes; 1 hands out every token by itself, 4 to 16 save most of the host's time"
