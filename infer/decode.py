@@ -84,6 +84,8 @@ def step(
     logits = jnp.where(active[:, None], logits, state.logits)
 
     last = _count(block_ids, [cache.selected for cache in state.layers], residencies)
+    # After the counting, so that XLA need not keep copies of what was selected before.
+    block_ids, _ = jax.lax.optimization_barrier((block_ids, last.kept))
     caches = tuple(
         dataclasses.replace(cache, selected=jnp.where(active[:, None, None], ids, cache.selected))
         for cache, ids in zip(caches, block_ids, strict=True)
