@@ -35,7 +35,8 @@ def random_model(config: NosaConfig, seed: int = 0) -> FrozenModel:
         flat = nnx.to_flat_state(nnx.state(NosaLM(single, rngs=nnx.Rngs(params=key))))
         return {path: x for path, x in flat if path[0] != "layers"}
 
-    first, *keys = jax.random.split(jax.random.key(seed), 1 + config.num_layers)
+    # The device's own generator: programs that compile at once, and no time for billions of values.
+    first, *keys = jax.random.split(jax.random.key(seed, impl="rbg"), 1 + config.num_layers)
     flat = make_rest(first)
     for index, key in enumerate(keys):
         flat |= {("layers", index, *path): x for path, x in make_layer(key).items()}
