@@ -20,6 +20,10 @@ SMALL = NosaConfig(
     pool_window=4, pool_stride=2, sink_blocks=1, local_blocks=2, query_blocks=2, evict_blocks=3, dtype="float32",
 )  # fmt: skip
 ONE_LAYER = SMALL.replace(num_layers=1)
+# Sizes that the GPU kernels take; C blocks of 16 tokens are two parts of four for decode attention.
+FOR_KERNELS = ONE_LAYER.replace(
+    block_size=16, pool_window=16, pool_stride=8, head_dim=64, num_heads=2, num_kv_heads=1, dtype="bfloat16"
+)
 P, C = SMALL.block_size, SMALL.budget.total
 # Where a prompt may end: in, at and beyond a block, and around the selection budget (CASES B6 and B7).
 LENGTHS = (1, P - 1, P, P + 1, 3 * P - 1, C * P - 5, C * P - 1, C * P, C * P + 1)

@@ -14,7 +14,17 @@ import pytest
 from nosa_jax.ffi import assign_slots
 from nosa_jax.infer import Engine, decode, decode_step
 from nosa_jax.offload import residency
-from tests.infer.cases import ONE_LAYER, SMALL, C, offloaded, random_model, random_tokens, resident, run_steps
+from tests.infer.cases import (
+    FOR_KERNELS,
+    ONE_LAYER,
+    SMALL,
+    C,
+    offloaded,
+    random_model,
+    random_tokens,
+    resident,
+    run_steps,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -73,8 +83,10 @@ def delayed(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(slow[0, 0]), jnp.zeros_like(x), x)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(monkeypatch, overlap):
+@pytest.mark.parametrize(
+    ("config", "overlap"), [(ONE_LAYER, False), (ONE_LAYER, True), (FOR_KERNELS, True)], ids=["", "overlap", "kernels"]
+)
+def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(monkeypatch, config, overlap):
     """O1: C + 1 slots; a slot is filled with NaN when its block is evicted; keys arrive late at the tail block, so that
     a write to the host or an attention that did not wait would see what was there before."""
 
@@ -90,9 +102,9 @@ def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(monkeypatc
 
     monkeypatch.setattr(decode, "bring_in", poisoned_bring_in)
     step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
-    model, prompts = random_model(ONE_LAYER), [random_tokens(33), random_tokens(11)]
+    model, prompts = random_model(config), [random_tokens(33), random_tokens(11)]
     options = dict(max_batch=2, max_context=33 + 200)
-    with offloaded(model, slots=C + 1, **options) as engine:
+    with offloaded(model, slots=C + 1, overlap=overlap, **options) as engine:
         state = engine.prefill(prompts)
         layers = [
             dataclasses.replace(x, slots=jnp.where((x.slot_block < 0)[..., None, None, None], jnp.nan, x.slots))
@@ -104,7 +116,7 @@ def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(monkeypatc
     stayed = run_steps(model, resident(model, **options).prefill(prompts), 200)
     np.testing.assert_array_equal(moved.logits, stayed.logits)
     np.testing.assert_array_equal(moved.ids, stayed.ids)
-    assert moved.misses.sum() > 100
+    assert moved.misses.sum() > (100 if config is ONE_LAYER else 10)
 
 
 def test_o7_device_memory_grows_with_context_as_the_formula_says(gpu):

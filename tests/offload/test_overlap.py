@@ -12,12 +12,17 @@ from nosa_jax import ffi
 from nosa_jax.infer import decode
 from nosa_jax.offload import residency
 from nosa_jax.pallas_kernels.decode_attention import mosaic_gpu
-from tests.infer.cases import LENGTHS, ONE_LAYER, C, offloaded, random_model, random_tokens, resident, run_steps
-
-# Sizes that the kernels take. C blocks of 16 tokens are two parts of four entries each.
-FOR_KERNELS = ONE_LAYER.replace(
-    block_size=16, pool_window=16, pool_stride=8, head_dim=64, num_heads=2, num_kv_heads=1, dtype="bfloat16"
-)
+from tests.infer.cases import (
+    FOR_KERNELS,
+    LENGTHS,
+    ONE_LAYER,
+    C,
+    offloaded,
+    random_model,
+    random_tokens,
+    resident,
+    run_steps,
+)  # fmt: skip
 
 
 class Withheld(NamedTuple):

@@ -113,7 +113,8 @@ def test_bfloat16_offloaded_and_resident_decode_are_equal_bit_for_bit(slots):
     assert moved.misses.sum() > 0
 
 
-def test_o1_every_freed_slot_poisoned(monkeypatch):
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_o1_every_freed_slot_poisoned(monkeypatch, overlap):
     """O1: 500 steps with C + 1 slots, where a slot is filled with NaN at the moment its block is evicted."""
 
     def poisoned_bring_in(cache, block_ids, k, v, lengths, page_table, handle, step, *, layer, layout):
@@ -127,7 +128,7 @@ def test_o1_every_freed_slot_poisoned(monkeypatch):
     step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
     model, prompts = random_model(ONE_LAYER), prompts_for((33, 11))
     options = dict(max_batch=2, max_context=33 + 500)
-    with offloaded(model, slots=C + 1, **options) as engine:
+    with offloaded(model, slots=C + 1, overlap=overlap, **options) as engine:
         state = engine.prefill(prompts)
         empty = [x.slot_block < 0 for x in state.layers]
         layers = [
