@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import timing
 import tyro
 from device_trace import DeviceEvent, busy_intervals, by_kind, device_events
 
@@ -31,7 +32,11 @@ from nosa_jax.infer.throughput import SYSTEMS, WARM_UP_STEPS, Program, compile_s
 from nosa_jax.infer.trace import synthetic_trace
 
 PRESETS = {"8b": NosaConfig.nosa_8b, "1b": NosaConfig.nosa_1b, "tiny": NosaConfig.tiny}
-NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+GRAPHS: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "off": {"xla_gpu_enable_command_buffer": ""},
+    "all": timing.GRAPH,
+}
 GAP_US = 1.0  # shorter pauses between kernels are the device's own
 
 
@@ -49,8 +54,8 @@ class Options:
     """What the steps attend to: a synthetic trace with the published misses, or what random weights select."""
     overlap: bool = False
     """Attend to the blocks that are in slots while the others arrive."""
-    graphs: tuple[Literal["default", "off"], ...] = ("default", "off")
-    """CUDA graphs as XLA makes them, and none."""
+    graphs: tuple[Literal["default", "off", "all"], ...] = ("default", "off")
+    """CUDA graphs as XLA makes them; none; and of everything that can be in one."""
     steps: int = 16
     """Steps under the profiler; twice as many are timed before."""
     top: int = 25
@@ -179,7 +184,7 @@ def main() -> int:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.graphs:
-        wanted = NO_GRAPHS if name == "off" and jax.default_backend() == "gpu" else None
+        wanted = GRAPHS[name] if jax.default_backend() == "gpu" else None
         program = compile_steps(model, layout, 1, picks, compiler_options=wanted)
         report["graphs"][name] = profile(model, program, pool, picks, options)
         show(name, report["graphs"][name])

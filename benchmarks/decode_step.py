@@ -2,10 +2,11 @@
 
     python benchmarks/decode_step.py [--layers 4] [--batch 16] [--context 16384] [--out benchmarks/results]
 
-Layers of the 8B shape with random weights over a cache of random contents. Three steps are timed side by side: the
+Layers of the 8B shape with random weights over a cache of random contents. Four steps are timed side by side: the
 whole cache in slots without the handlers; with the handlers, every block in a slot, so that nothing moves; and with
-2C slots, where random queries want blocks that are not there. Beside each: the bytes it reads over the memory
-bandwidth given, and the bytes it fetches over the link's; and on a GPU, the time in which a profile shows kernels.
+2C slots, where random queries want blocks that are not there, one after the other and with overlap. Beside each: the
+bytes it reads over the memory bandwidth given, and the bytes it fetches over the link's; and on a GPU, the time in
+which a profile shows kernels.
 """
 
 import json
@@ -15,7 +16,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +31,14 @@ from nosa_jax.infer.environment import environment
 from nosa_jax.infer.random_contents import filled_state, random_model
 from nosa_jax.offload import CacheLayout, DecodeState
 
+PRESETS = {"8b": NosaConfig.nosa_8b, "1b": NosaConfig.nosa_1b, "tiny": NosaConfig.tiny}
+
 
 @dataclass(frozen=True)
 class Options:
     """Time decode steps with and without the handlers."""
 
+    shape: Literal["8b", "1b", "tiny"] = "8b"
     layers: int = 4
     batch: int = 16
     context: int = 16_384
@@ -108,9 +112,9 @@ def time_steps(model: FrozenModel, layout: CacheLayout, options: Options) -> dic
 
 
 def main() -> int:
-    """Time the three steps and write the figures."""
+    """Time the steps and write the figures."""
     options = tyro.cli(Options, description=__doc__)
-    config = NosaConfig.nosa_8b(num_layers=options.layers, param_dtype="bfloat16")
+    config = PRESETS[options.shape](num_layers=options.layers)
     model = random_model(config)
     n_blocks = config.num_blocks(options.context)
     needed = config.budget.total
@@ -118,6 +122,7 @@ def main() -> int:
         "no handlers": CacheLayout(config, "nosa", options.batch, options.context, False, needed),
         "handlers, nothing moves": CacheLayout(config, "nosa", options.batch, options.context, True, n_blocks),
         "handlers, 2C slots": CacheLayout(config, "nosa", options.batch, options.context, True, 2 * needed),
+        "overlap, 2C slots": CacheLayout(config, "nosa", options.batch, options.context, True, 2 * needed, True),
     }
     results = {}
     for name, layout in layouts.items():
@@ -131,9 +136,10 @@ def main() -> int:
         f"handlers that move nothing cost {extra['busy_seconds'] * 1e6:.2f} us a layer of the device's time, "
         f"{extra['step_seconds'] * 1e6:.2f} us of a step's"
     )
+    sizes = f"{options.layers} layers, {options.batch} rows, {options.context} tokens"
     report = {
         "environment": environment(),
-        "shape": f"8B width, {options.layers} layers, {options.batch} rows, {options.context} tokens, random weights",
+        "shape": f"{options.shape} width, {sizes}, random weights",
         "steps": results,
         "handlers_seconds_per_layer": {"step": extra["step_seconds"], "busy": extra["busy_seconds"]},
     }

@@ -50,7 +50,7 @@ tests() {
 throughput() { # NOSA-8B with random weights and the published locality; room is left to end before the limit
   "$python" -m nosa_jax.infer.bench throughput --suite targets --seconds $((SECONDS_LEFT - 15)) --out "$out"
 }
-profile() { "$python" benchmarks/decode_profile.py --out "$out"; }
+profile() { "$python" benchmarks/decode_profile.py --layers 32 --out "$out"; }
 kernels() { "$python" benchmarks/kernels.py --seconds $((SECONDS_LEFT - 15)) --out "$out"; }
 parity() { "$python" benchmarks/model_parity.py --out "$out"; }
 swap() { "$python" benchmarks/swap.py --out "$out"; }
@@ -75,7 +75,7 @@ export -f build tests throughput profile kernels parity swap decode prefill plan
 step build 240
 step tests 300
 step throughput 330
-step profile 120
+step profile 150
 step kernels 300
 step parity 180
 step swap 120

@@ -98,6 +98,15 @@ def system_named(name: str) -> System:
     return SYSTEMS[name]
 
 
+def compiler_options(texts: Sequence[str]) -> dict[str, str | bool] | None:
+    """XLA's options by name, true and false as such. Raises InputError for what is no NAME=VALUE."""
+    pairs = [text.partition("=") for text in texts]
+    for name, sign, _ in pairs:
+        if not (name and sign):
+            raise InputError(f"--xla-options {name!r} is no NAME=VALUE")
+    return {name: {"true": True, "false": False}.get(value, value) for name, _, value in pairs} or None
+
+
 def largest_batch(system: System, config: NosaConfig, context: int, budget: int, most: int) -> int:
     """The most rows, up to a limit, whose cache and workspace fit into the budget; 0 if not even one does."""
     fits, too_many = 0, most + 1

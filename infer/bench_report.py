@@ -19,7 +19,8 @@ def describe(result: Measurement) -> str:
         f"{', overlap' if result.overlap else ''}: "
         f"{result.step_seconds * 1e3:7.2f} ms a step (host {result.host_seconds * 1e3:.2f}), "
         f"{result.tokens_per_second:8,.0f} tokens/s, {result.of_floor:5.2f} x floor, {result.misses:5.2f} misses; "
-        f"compiled in {result.compile_seconds:.1f} s, filled in {result.fill_seconds:.1f} s"
+        f"traced in {result.trace_seconds:.1f} s, compiled in {result.compile_seconds:.1f} s, "
+        f"filled in {result.fill_seconds:.1f} s"
     )
 
 

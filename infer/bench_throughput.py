@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from nosa_jax.config import NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostPool
-from nosa_jax.infer.bench_cases import Case, system_named, target_cases, targets
+from nosa_jax.infer.bench_cases import Case, compiler_options, system_named, target_cases, targets
 from nosa_jax.infer.bench_report import describe, plot
 from nosa_jax.infer.bench_traces import Traces
 from nosa_jax.infer.environment import environment
@@ -73,6 +73,8 @@ class ThroughputOptions:
     """Begin no further row when they are over, or when the next one would likely end after them."""
     compile_together: int = 4
     """Programs that are compiled at the same time, before the first of their rows is measured."""
+    xla_options: tuple[str, ...] = ()
+    """Compiler options to try, as NAME=VALUE, like xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL."""
     rows_limit: int = 4096
     """Rows tried at most for batch 0."""
     out: Path | None = None
@@ -169,6 +171,7 @@ def run(options: ThroughputOptions) -> tuple[list[Measurement], dict[str, Any]]:
     """All measurements, and what they were made with; what is done is in `out` after every row."""
     started = time.perf_counter()
     config = model_config(options)
+    compiler_options(options.xla_options)
     rows = list(rows_to_measure(options, config))  # everything that can be refused is, before anything is made
     model, weights = load(options, config)
     jax.block_until_ready(model.parameters)
@@ -226,7 +229,7 @@ class Session:
             return
         start = time.perf_counter()
         picks = {id(row.trace): jnp.asarray(row.trace.picks) for row in rows if row.trace is not None}
-        programs = _compile(self.model, rows, picks)
+        programs = _compile(self.model, rows, picks, compiler_options(self.options.xla_options))
         self.compiling = max(self.compiling, time.perf_counter() - start)
         for row, program in zip(rows, programs, strict=True):
             if self.results and self._seconds_left() < self.longest:
@@ -283,12 +286,14 @@ class Session:
         print(f"{self.left_out[-1]}; left out", flush=True)
 
 
-def _compile(model: FrozenModel, group: list[Row], picks: dict[int, jax.Array]) -> list[Program | Exception]:
+def _compile(
+    model: FrozenModel, group: list[Row], picks: dict[int, jax.Array], xla: dict[str, str | bool] | None
+) -> list[Program | Exception]:
     """The programs of several rows at the same time, or why there is none."""
 
     def one(row: Row) -> Program | Exception:
         try:
-            return compile_steps(model, row.layout, row.timing.steps_per_dispatch, picks.get(id(row.trace)))
+            return compile_steps(model, row.layout, row.timing.steps_per_dispatch, picks.get(id(row.trace)), xla)
         except Exception as error:  # one that does not compile must not take the others' results along
             return error
 

@@ -90,6 +90,7 @@ class Measurement:
     planned_bytes: of every part of the device's memory. program_bytes: what the compiled program takes beside its
     arguments. allocator: bytes in use while the row is measured, and the most in use since the process began; None
     where the backend does not tell. shared_pages: how many rows' blocks share a host page, 1 where each has its own.
+    trace_seconds: of compile_seconds, until XLA had the program; others were compiled meanwhile.
     """
 
     system: str
@@ -111,6 +112,7 @@ class Measurement:
     program_bytes: int
     allocator: dict[str, int] | None
     shared_pages: float
+    trace_seconds: float
     compile_seconds: float
     fill_seconds: float
 
@@ -138,7 +140,8 @@ class Program:
     run: Callable[[list[Any], list[Any], jax.Array | None], list[Any]]
     structure: Any = field(repr=False)  # of the state
     temporary_bytes: int
-    seconds: float
+    trace_seconds: float  # until XLA had the program
+    seconds: float  # in all
 
 
 def beside_weights(layout: CacheLayout) -> int:
@@ -179,10 +182,12 @@ def compile_steps(
         return jax.tree.leaves(one(jnp.zeros(()), state) if steps == 1 else jax.lax.fori_loop(0, steps, one, state))
 
     jitted = jax.jit(many, donate_argnums=1, compiler_options=compiler_options)
-    compiled = jitted.lower(leaves, jax.eval_shape(empty), picks).compile()
+    lowered = jitted.lower(leaves, jax.eval_shape(empty), picks)
+    traced = time.perf_counter() - start
+    compiled = lowered.compile()
     memory = compiled.memory_analysis()
     beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0
-    return Program(layout, compiled, state_structure, beside, time.perf_counter() - start)
+    return Program(layout, compiled, state_structure, beside, traced, time.perf_counter() - start)
 
 
 def measure(
@@ -267,6 +272,7 @@ def measure(
         program_bytes=program.temporary_bytes,
         allocator=told,
         shared_pages=max(1.0, layout.max_batch * layout.n_blocks / groups) if groups else 1.0,
+        trace_seconds=program.trace_seconds,
         compile_seconds=program.seconds,
         fill_seconds=fill_seconds,
     )

@@ -137,6 +137,7 @@ def test_random_parameters_are_those_of_a_fresh_model():
         (["--cases", "nosa:1K:2,budget=lots"], r"'lots' is no memory size"),
         (["--cases", "nosa:1K:2,overlap=maybe"], r"overlap=maybe .* must be on or off"),
         (["--steps-per-dispatch", "0"], r"--steps-per-dispatch 0 must be at least 1"),
+        (["--locality", "weights", "--xla-options", "fast"], r"--xla-options 'fast' is no NAME=VALUE"),
         (["--rounds", "0"], r"--rounds 0 must be at least 1"),
         (["--contexts", "128", "--locality", "weights"], r"timing takes 264 steps, more than the context has tokens"),
         (["--trace", "none.npz"], r"none\.npz cannot be read as a selection trace: .*record one with nosa-bench trace"),

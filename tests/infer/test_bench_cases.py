@@ -53,7 +53,7 @@ def row(system: str, context: int, batch: int, step_ms: float, **changes) -> Mea
         system=system, context=context, batch=batch, slots=128, device_budget=None, steps_per_dispatch=8, overlap=False,
         step_seconds=step_ms / 1e3, round_seconds=(), host_seconds=0.0, misses=0.0, fetched_bytes=0.0, read_bytes=0.0,
         floor_seconds=4e-3, locality="a trace", planned_bytes={}, program_bytes=0, allocator=None, shared_pages=1.0,
-        compile_seconds=0.0, fill_seconds=0.0,
+        trace_seconds=0.0, compile_seconds=0.0, fill_seconds=0.0,
     )  # fmt: skip
     return Measurement(**(values | changes))
 

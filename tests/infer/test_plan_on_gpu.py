@@ -1,4 +1,4 @@
-"""The memory plan against what the device's allocator gave out, in processes of their own: a peak is one of a process."""
+"""The memory plan against what the device's allocator gave out, in processes of their own: a process has one peak."""
 
 import json
 import os

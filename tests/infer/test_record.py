@@ -29,7 +29,7 @@ def model(config: NosaConfig = CONFIG) -> NosaLM:
 
 @pytest.fixture(scope="module")
 def recording():
-    prompts = [np.random.default_rng(n).integers(0, 256, n) for n in (500, 421)]
+    prompts = [np.random.default_rng(n).integers(0, 256, n) for n in (500, 490)]
     return record_trace(freeze(model()), prompts, tokens=60, attention="nosa", origin="a test")
 
 
