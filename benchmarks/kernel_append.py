@@ -57,7 +57,7 @@ def _append_of(rows: int, bench: Bench) -> None:
         contenders = {"append_token": (call, start, inputs)} | contenders
     contenders["empty chain"] = (lambda total, x: chain(total, x[0]), jnp.zeros(()), inputs)
     case = f"{rows} rows, a window completed"
-    seconds = bench.seconds(case, contenders, repeats=12, unroll=4)
+    seconds = bench.seconds(case, contenders, repeats=12, unroll=4, donate=True)
     # Projections read and written, sums read and written, a window and a token's scores written.
     strides = layout.n_strides
     per_head = 2 * 2 * s.head_dim * 2 + 2 * strides * (s.head_dim + 1) * 4 + s.head_dim * 2 + 3 * 4

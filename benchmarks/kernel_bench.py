@@ -111,7 +111,14 @@ class Bench:
         return tuple(dict.fromkeys((self.options.kernel, "xla")))
 
     def seconds(
-        self, case: str, contenders: dict[str, Contender], *, repeats: int, unroll: int = 1, rounds: int = 7
+        self,
+        case: str,
+        contenders: dict[str, Contender],
+        *,
+        repeats: int,
+        unroll: int = 1,
+        rounds: int = 7,
+        donate: bool = False,
     ) -> dict[str, float]:
         """As `seconds_per_call`; what fails is noted, printed and left out.
 
@@ -124,7 +131,9 @@ class Bench:
         if self.options.small:
             repeats, unroll, rounds = 1, 1, 2
         failed: dict[str, str] = {}
-        found = seconds_per_call(contenders, repeats=repeats, unroll=unroll, rounds=rounds, failures=failed)
+        found = seconds_per_call(
+            contenders, repeats=repeats, unroll=unroll, rounds=rounds, failures=failed, donate=donate
+        )
         for name, message in failed.items():
             self.failures.append(f"{case}, {name}: {message}")
             print(f"FAILED {self.failures[-1][:600]}", flush=True)

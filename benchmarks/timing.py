@@ -15,11 +15,13 @@ CHAINED = 4  # runs of a program, one waiting for the other on the device, besid
 Contender = tuple[Callable[[Any, Any], Any], Any, Sequence[Any]]
 
 
-def loop(call: Callable[[Any, Any], Any], repeats: int, unroll: int) -> Callable[[Any, Sequence[Any]], Any]:
+def loop(
+    call: Callable[[Any, Any], Any], repeats: int, unroll: int, *, donate: bool = False
+) -> Callable[[Any, Sequence[Any]], Any]:
     """A jitted function that calls `call(carry, inputs)` `repeats * unroll` times for every one of several inputs.
 
     Calls depend on each other through the carry, so they run one after the other without a word from the host, and
-    take turns over inputs that together are larger than the caches.
+    take turns over inputs that together are larger than the caches. With `donate` the carry is updated in place.
     """
 
     def body(_: Any, state: Any) -> Any:
@@ -30,7 +32,9 @@ def loop(call: Callable[[Any, Any], Any], repeats: int, unroll: int) -> Callable
 
     options = GRAPH if jax.default_backend() == "gpu" else None
     return jax.jit(
-        lambda carry, inputs: jax.lax.fori_loop(0, repeats, body, (carry, inputs))[0], compiler_options=options
+        lambda carry, inputs: jax.lax.fori_loop(0, repeats, body, (carry, inputs))[0],
+        compiler_options=options,
+        donate_argnums=(0,) if donate else (),
     )
 
 
@@ -41,6 +45,7 @@ def seconds_per_call(
     unroll: int = 1,
     rounds: int = 7,
     failures: dict[str, str] | None = None,
+    donate: bool = False,
 ) -> dict[str, float]:
     """Median seconds of one call of each contender, measured in turns within one run.
 
@@ -50,35 +55,50 @@ def seconds_per_call(
     Args:
       contenders: name -> (call, first carry, inputs); see `loop`.
       failures: gets the message of every contender that does not compile or run, which is then left out; None raises.
+      donate: update a large carry in place instead of copying it whenever a loop begins; it goes on from run to run.
     """
     compiled = {}
     for name, (call, carry, inputs) in contenders.items():
         try:
-            run = loop(call, repeats, unroll)
-            jax.block_until_ready(run(carry, inputs))
+            run = _Run(loop(call, repeats, unroll, donate=donate), carry, inputs, donate)
+            run.seconds(1)
         except Exception as error:  # whatever one implementation cannot do, the others can be timed
             if failures is None:
                 raise
             failures[name] = f"{type(error).__name__}: {error}"
             continue
-        compiled[name] = run, carry, inputs
+        compiled[name] = run
     taken: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(rounds):
-        for name, (run, carry, inputs) in compiled.items():
-            alone, chained = _seconds(run, carry, inputs, 1), _seconds(run, carry, inputs, CHAINED)
+        for name, run in compiled.items():
+            alone, chained = run.seconds(1), run.seconds(CHAINED)
             slope = (chained - alone) / (CHAINED - 1)
             # On a busy CPU the slope of something short may be noise; the whole is an upper bound.
             each = slope if slope > 0 else chained / CHAINED
-            taken[name].append(each / repeats / unroll / len(inputs))
+            taken[name].append(each / repeats / unroll / len(run.inputs))
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def _seconds(run: Callable[[Any, Any], Any], carry: Any, inputs: Any, times: int) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        carry = run(carry, inputs)
-    jax.block_until_ready(carry)
-    return time.perf_counter() - start
+class _Run:
+    """A loop with what it begins with: always the same, or with `donate` a copy that goes on from run to run."""
+
+    def __init__(
+        self, program: Callable[[Any, Sequence[Any]], Any], carry: Any, inputs: Sequence[Any], donate: bool
+    ) -> None:
+        self.program, self.inputs, self.donate = program, inputs, donate
+        self.carry = jax.tree.map(jnp.copy, carry) if donate else carry
+
+    def seconds(self, times: int) -> float:
+        """Of so many runs, each waiting for the one before."""
+        carry = self.carry
+        start = time.perf_counter()
+        for _ in range(times):
+            carry = self.program(carry, self.inputs)
+        jax.block_until_ready(carry)
+        taken = time.perf_counter() - start
+        if self.donate:
+            self.carry = carry
+        return taken
 
 
 def matmul_rate(size: int = 8192) -> float:
