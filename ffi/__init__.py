@@ -6,12 +6,22 @@
 """
 
 from nosa_jax.ffi.append import EvictionHead, PooledStatistics, append_token
-from nosa_jax.ffi.fetching import Fetched, NewToken, PendingFetch, fetch_blocks, finish_fetch, settle, start_fetch
+from nosa_jax.ffi.fetching import (
+    DEFAULT_PREFETCH_BYTES,
+    Fetched,
+    NewToken,
+    PendingFetch,
+    fetch_blocks,
+    finish_fetch,
+    settle,
+    start_fetch,
+)
 from nosa_jax.ffi.handlers import Assignment, TransferList, assign_slots, store_blocks, swap_in, write_pages
 from nosa_jax.ffi.pool import HostMemoryError, HostPool, PoolClosedError, PoolStats
 from nosa_jax.ffi.registration import has_cuda, status
 
 __all__ = [
+    "DEFAULT_PREFETCH_BYTES",
     "Assignment",
     "EvictionHead",
     "Fetched",

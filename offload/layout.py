@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from nosa_jax.config import AttentionKind, NosaConfig
+from nosa_jax.ffi import DEFAULT_PREFETCH_BYTES
 
 
 class MemoryItem(NamedTuple):
@@ -30,6 +31,8 @@ class CacheLayout:
       offload: keep blocks on host pages and the selected ones in slots. Otherwise every block has its own slot.
       slots: slots per row and KV head when offloading, at least C.
       overlap: attend to the blocks that are in slots while the others arrive (docs/04). The same bits.
+      prefetch_bytes: without overlap, so much of the blocks in slots is asked for in the GPU's second-level cache while
+        the others arrive; 0 for none. The same bits.
 
     Raises:
       ValueError: sizes that do not fit together; the message names them.
@@ -42,6 +45,7 @@ class CacheLayout:
     offload: bool
     slots: int
     overlap: bool = False
+    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -52,6 +56,8 @@ class CacheLayout:
             )
         if self.attention == "dense" and self.offload:
             raise ValueError("attention='dense' reads every block in every step; use offload=False for it")
+        if self.prefetch_bytes < 0:
+            raise ValueError(f"prefetch_bytes={self.prefetch_bytes} must be at least 0")
         if self.overlap and not self.offload:
             raise ValueError(
                 "overlap=True hides the fetching of blocks; with offload=False there is none: drop one of them"

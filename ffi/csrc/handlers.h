@@ -123,12 +123,13 @@ inline ffi::Error ReadTokenSizes(const char* name, const ffi::AnyBuffer& cache, 
   return ffi::Error::Success();
 }
 
-// Checks the shapes of fetch_blocks' arguments: those of assign_slots, those of a transfer with C entries, the token's.
-inline ffi::Error ReadFetchSizes(const char* name, const Int32Buffer1& handle, const ffi::AnyBuffer& cache, const Int32Buffer3& wanted,
-                                 const Int32Buffer3& slot_block, const Int32Buffer3& last_used,
-                                 const Int32Buffer1& fresh_from, const Int32Buffer2& page_table, const Token& token,
-                                 int64_t layer, int64_t n_layers, AssignSizes* assign, TransferSizes* transfer,
-                                 TokenSizes* token_sizes) {
+// Checks the shapes of fetch_blocks' arguments: those of assign_slots, those of a transfer with C entries, and the
+// token's.
+inline ffi::Error ReadFetchSizes(const char* name, const Int32Buffer1& handle, const ffi::AnyBuffer& cache,
+                                 const Int32Buffer3& wanted, const Int32Buffer3& slot_block,
+                                 const Int32Buffer3& last_used, const Int32Buffer1& fresh_from,
+                                 const Int32Buffer2& page_table, const Token& token, int64_t layer, int64_t n_layers,
+                                 AssignSizes* assign, TransferSizes* transfer, TokenSizes* token_sizes) {
   const auto fail = [name](const std::string& what) {
     return ffi::Error::InvalidArgument(std::string(name) + ": " + what);
   };
@@ -215,6 +216,7 @@ auto BindAssign(Binding&& binding) {
       .template Attr<int64_t>("n_blocks");
 }
 
+// What fetch_blocks and start_fetch share.
 template <typename Binding>
 auto BindFetch(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -243,7 +245,11 @@ auto BindFetch(Binding&& binding) {
       .template Attr<int64_t>("n_ctas");
 }
 
-// As fetch_blocks, with one result more.
+template <typename Binding>
+auto BindFetchBlocks(Binding&& binding) {
+  return BindFetch(std::forward<Binding>(binding)).template Attr<int64_t>("prefetch_bytes");
+}
+
 template <typename Binding>
 auto BindStart(Binding&& binding) {
   return BindFetch(std::forward<Binding>(binding)).template Ret<Int32Buffer3>();  // late [B, K, C]

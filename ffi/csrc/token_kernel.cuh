@@ -109,7 +109,9 @@ static __global__ void __launch_bounds__(kLanes) AfterAssignKernel(const __grid_
   for (int32_t j = static_cast<int32_t>(threadIdx.x); j < args.n_wanted; j += kLanes) {
     const int32_t slot = args.slot_ids[first + j];
     int32_t late = 0;
-    for (int32_t entry = 0; entry < n_loads; ++entry) late |= static_cast<int32_t>(args.load_slot[first + entry] == slot);
+    for (int32_t entry = 0; entry < n_loads; ++entry) {
+      if (args.load_slot[first + entry] == slot) late = 1;
+    }
     args.late[first + j] = late;
   }
 }

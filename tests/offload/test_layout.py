@@ -60,6 +60,7 @@ def test_o7_bytes_per_token_are_the_documented_ones(config, offload):
             dict(offload=False, overlap=True),
             "overlap=True hides the fetching of blocks; with offload=False there is none",
         ),
+        (dict(prefetch_bytes=-1), "prefetch_bytes=-1 must be at least 0"),
         (dict(slots=C - 1), f"slots={C - 1} cannot hold the {C} blocks"),
         (dict(attention="dense"), "attention='dense' reads every block.*offload=False"),
     ],
