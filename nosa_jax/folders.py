@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,5 +25,15 @@ def write_folder(folder: str | Path, write: Callable[[Path], None]) -> Path:
         write(unfinished)
         unfinished.rename(path)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
     return path
+
+
+def _remove(folder: Path, patience: float = 5.0) -> None:
+    """Remove a folder that threads of a write that failed may go on filling for a moment."""
+    until = time.monotonic() + patience
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists() or time.monotonic() > until:
+            return
+        time.sleep(0.05)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import resource
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -12,6 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from nosa_jax import NosaLM
 from nosa_jax.checkpoint import load_model, make_meta, split_model
 from nosa_jax.export import main
+from nosa_jax.folders import write_folder
 from nosa_jax.tokenizer import ByteTokenizer
 from nosa_jax.train import CheckpointStore, Optimizer
 from nosa_jax.train.checkpoints import abstract_like
@@ -142,6 +146,28 @@ def test_file_that_cannot_be_written_whole(capsys, byte_model, tmp_path, kind) -
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be written" in message
     assert "File too large" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thread_that_goes_on_writing_leaves_nothing_behind(tmp_path) -> None:
+    """A write fails as soon as one of its files does, while threads are still writing the others."""
+    stop = time.monotonic() + 0.4
+
+    def go_on(folder: Path) -> None:
+        while time.monotonic() < stop:
+            with suppress(OSError):
+                folder.mkdir(exist_ok=True)
+                (folder / "late").write_bytes(b"x")
+
+    def write(folder: Path) -> None:
+        threads.append(threading.Thread(target=go_on, args=(folder / "item",)))
+        threads[0].start()
+        raise OSError("File too large")
+
+    threads: list[threading.Thread] = []
+    with pytest.raises(OSError, match="File too large"):
+        write_folder(tmp_path / "out", write)
+    threads[0].join()
     assert list(tmp_path.iterdir()) == []
 
 
