@@ -5,7 +5,7 @@
 `write_pages` are the single pieces.
 """
 
-from nosa_jax.ffi.append import EvictionHead, PooledStatistics, append_token
+from nosa_jax.ffi.append import MAX_HEAD_DIM, EvictionHead, PooledStatistics, append_token
 from nosa_jax.ffi.fetching import (
     DEFAULT_PREFETCH_BYTES,
     Fetched,
@@ -22,6 +22,7 @@ from nosa_jax.ffi.registration import has_cuda, status
 
 __all__ = [
     "DEFAULT_PREFETCH_BYTES",
+    "MAX_HEAD_DIM",
     "Assignment",
     "EvictionHead",
     "Fetched",

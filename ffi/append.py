@@ -11,6 +11,8 @@ from nosa_jax.ffi.registration import has_cuda, register
 
 register()
 
+MAX_HEAD_DIM = 1024  # threads of a thread block, one for each element
+
 
 class PooledStatistics(NamedTuple):
     """What a layer's cache knows of its tokens beside their keys and values; the letters are those of docs/03."""

@@ -1,6 +1,7 @@
 """What `nosa-bench throughput` measures: rows as text, the suite of the rows that matter most, and what they show."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,10 @@ class Case:
 
     def layout(self, config: NosaConfig) -> CacheLayout:
         """The cache; of one row where the number is still to be found."""
-        layout = self.system.layout(config, max(self.rows, 1), self.context, overlap=bool(self.overlap))
+        try:
+            layout = self.system.layout(config, max(self.rows, 1), self.context, overlap=bool(self.overlap))
+        except ValueError as error:
+            raise InputError(f"{self} cannot be measured: {error}") from error
         return layout if self.prefetch else dataclasses.replace(layout, prefetch_bytes=0)
 
     def fit(self, config: NosaConfig, most: int) -> "Case | None":
@@ -88,7 +92,7 @@ class Case:
         budget = parse_bytes(self.budget)
         if self.rows == 0:
             if budget is None:
-                raise InputError("batch 0 (as many rows as fit) needs a --device-budget")
+                raise InputError("as many rows as fit need a budget: --device-budget, or budget= in the row")
             found = largest_batch(self.system, config, self.context, budget, most)
             return dataclasses.replace(self, rows=found) if found else None
         return self if budget is None or beside_weights(self.layout(config)) <= budget else None
@@ -139,7 +143,7 @@ def _check_locality(value: str, text: str) -> None:
     if value in ("weights", "published"):
         return
     try:
-        positive = float(value) > 0
+        positive = 0 < float(value) < math.inf
     except ValueError:
         positive = False
     if not positive:

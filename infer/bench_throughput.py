@@ -118,12 +118,18 @@ def asked_for(options: ThroughputOptions) -> list[Case]:
     for name in ("steps", "rounds", "compile_together"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    for name in ("contexts", "batches", "systems", "steps_per_dispatch", "overlap"):
+        if not getattr(options, name):
+            raise InputError(f"--{name.replace('_', '-')} is empty; give at least one, or leave it out")
+    if any(batch < 0 for batch in options.batches):
+        raise InputError(f"--batches {min(options.batches)} must be at least 1, or 0 for as many as fit")
     if any(n < 1 for n in options.steps_per_dispatch):
         raise InputError(f"--steps-per-dispatch {min(options.steps_per_dispatch)} must be at least 1")
     if options.suite:
         return target_cases()
     if options.cases:
-        return [Case.parse(text) for text in options.cases]
+        cases = [Case.parse(text) for text in options.cases]
+        return [dataclasses.replace(case, budget=case.budget or options.device_budget) for case in cases]
     systems = [system_named(name) for name in options.systems]
     return [
         Case(system, context, batch, options.device_budget)

@@ -32,7 +32,7 @@ class Delivery:
         """Hand out the tokens of what was dispatched, step by step, and count the steps.
 
         The host reads the steps of a dispatch together, so each of them counts as taking the same time, and its tokens
-        as coming at its end. Jobs that are done, from before or by a token of an earlier step, get nothing more.
+        as coming at its end. Jobs that are done or cancelled get nothing more.
 
         Args:
           report: `sent.report`, read. began, now: when the device began with it, and when it was read.
@@ -41,7 +41,7 @@ class Delivery:
         """
         if not report.ndim:
             ((_, job),) = sent.jobs
-            if not job.handle.done and (end := self.token(job, int(report), now)) is not None:
+            if not (job.handle.done or job.withdrawn) and (end := self.token(job, int(report), now)) is not None:
                 yield job, end
             return
         seconds = (now - began) / len(report)
@@ -52,7 +52,7 @@ class Delivery:
         counts = None if sent.counts is None else StepCounts(*(np.asarray(x) for x in sent.counts))
         for index, tokens in enumerate(report[:, :, 0].tolist()):
             for row, job in sent.jobs:
-                if job.handle.done:
+                if job.handle.done or job.withdrawn:
                     continue
                 job.report = report[index, row]
                 if counts is not None and job.record_steps:

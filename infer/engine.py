@@ -78,10 +78,12 @@ class Engine:
         max_queue: int | None = None,
         max_overtaken: int = 8,
     ) -> None:
-        if not 1 <= steps_per_dispatch <= max(1, max_context):  # a context of 0 is refused for itself
+        # A context of 0 is refused for itself.
+        if not isinstance(steps_per_dispatch, int) or not 1 <= steps_per_dispatch <= max(1, max_context):
             raise InputError(
-                f"steps_per_dispatch={steps_per_dispatch} must be from 1 to max_context={max_context}, more steps than "
-                "any request takes; 1 hands out every token by itself, 4 to 16 save most of the host's time"
+                f"steps_per_dispatch={steps_per_dispatch!r} must be a whole number from 1 to max_context="
+                f"{max_context}, more steps than any request takes; 1 hands out every token by itself, 4 to 16 save "
+                "most of the host's time"
             )
         for name, value, least in (("max_queue", max_queue, 1), ("max_overtaken", max_overtaken, 0)):
             if value is not None and value < least:

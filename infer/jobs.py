@@ -25,6 +25,7 @@ class Job(Waiter):
     stream: tells its random stream apart from others of the same seed. deadline: on the clock of `time.monotonic`.
     row, groups: where it runs, None outside. read: prompt tokens whose reading was dispatched. issued: new tokens whose
     computation was dispatched. received: new tokens that have come back.
+    withdrawn: it was cancelled, and the next round ends it; it gets nothing more.
     replays: times it was begun again after a fault that was not its own; what was delivered before is not delivered
     again.
     """
@@ -38,6 +39,7 @@ class Job(Waiter):
     on_failure: Callable[[BaseException], None] | None = None
     record_steps: bool = False
     text: StoppingStream | None = None  # where it has stop strings
+    withdrawn: bool = False
     replays: int = 0
     latest: float = 0.0  # when its latest token came
     row: int | None = None

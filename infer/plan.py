@@ -152,8 +152,9 @@ def decode_bytes(layout: CacheLayout) -> int:
     """
     c = layout.config
     if kernels_run(c):
-        pages = c.num_heads * (c.head_dim + 2) * min(layout.n_selected, MAX_SPLITS)
-        logits = c.num_heads * layout.n_windows * 2
+        heads = c.num_kv_heads * 8 * -(-c.num_heads // c.num_kv_heads // 8)  # of a KV head, in eights
+        pages = heads * (c.head_dim + 2) * min(layout.n_selected, MAX_SPLITS)
+        logits = heads * layout.n_windows * 2
     else:
         pages = c.num_kv_heads * layout.n_selected * 2 * c.block_size * c.head_dim * 3
         logits = c.num_heads * (layout.n_selected * c.block_size + layout.n_windows) * 3

@@ -117,6 +117,7 @@ class Scheduler:
             if self.queue.remove(job):
                 self.delivery.conclude(job, "cancelled")
             else:
+                job.withdrawn = True
                 self._withdrawn.append(job)
 
     # One round.

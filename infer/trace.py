@@ -160,6 +160,9 @@ def synthetic_trace(
       context: tokens at the first step.
       misses: by number of slots, the first being C; None takes `PUBLISHED_MISSES`.
       attention: the system whose picks these are to be.
+
+    Raises:
+      InputError: too short a context, more misses than a step can have, or misses that do not begin with those at C.
     """
     budget = config.budget_for(attention)
     wanted = PUBLISHED_MISSES if misses is None else misses
@@ -168,8 +171,17 @@ def synthetic_trace(
         raise InputError(f"misses must begin with those at C={budget.total} slots, not at {sizes[0]}")
     n_picks = budget.query + budget.evict
     n_candidates = context // config.block_size + 1 - budget.sink - budget.local
-    if n_candidates < n_picks + max(sizes) - budget.total:
-        raise InputError(f"a context of {context} tokens has too few blocks for a table of {max(sizes)} slots")
+    least = n_picks + max(sizes) - budget.total + budget.query  # picks, what the tables hold beside, and what is new
+    if n_candidates < least:
+        raise InputError(
+            f"a context of {context} tokens has too few blocks to miss in a table of {max(sizes)} slots; "
+            f"take at least {(least + budget.sink + budget.local - 1) * config.block_size} tokens"
+        )
+    if not 0 < wanted[sizes[0]] <= budget.query:
+        raise InputError(
+            f"{wanted[sizes[0]]} misses with {sizes[0]} slots: a step replaces more than 0 and at most the "
+            f"{budget.query} blocks that it picks by query"
+        )
     rng = np.random.default_rng(seed)
     # Shares of the changed picks by how long ago the block was dropped: places in the order of last use.
     bounds = [size - budget.total for size in sizes] + [n_candidates - n_picks]
@@ -187,10 +199,13 @@ def synthetic_trace(
             taken: set[int] = set()
             for kind in classes:
                 low, high = n_picks + bounds[kind], n_picks + bounds[kind + 1]
+                if sum(low <= place < high for place in taken) == high - low:
+                    continue  # this class has no block left; the step replaces one less
                 place = int(rng.integers(low, high))
                 while place in taken:
                     place = int(rng.integers(low, high))
                 taken.add(place)
+            dropped = dropped[: len(taken)]
             held = np.delete(row[:n_picks], dropped)
             back = np.asarray(sorted(taken), int)
             rest = np.delete(row, np.concatenate([np.arange(n_picks), back]))

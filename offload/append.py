@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.eviction import eviction_scores, ranking_scores
-from nosa_jax.ffi import EvictionHead, PooledStatistics, append_token, has_cuda
+from nosa_jax.ffi import MAX_HEAD_DIM, EvictionHead, PooledStatistics, append_token, has_cuda
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
 from nosa_jax.rope import rope_tables, rotate
@@ -58,7 +58,7 @@ def append_projections(
             stride=config.pool_stride, exponential=config.eviction == "dma",
         )  # fmt: skip
 
-    if has_cuda():
+    if has_cuda() and k.shape[-1] <= MAX_HEAD_DIM:
         q, k, v, after = jax.lax.platform_dependent(*args, cuda=in_one_launch, default=by_xla)
     else:
         q, k, v, after = by_xla(*args)

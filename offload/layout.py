@@ -56,6 +56,8 @@ class CacheLayout:
             )
         if self.attention == "dense" and self.offload:
             raise ValueError("attention='dense' reads every block in every step; use offload=False for it")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap={self.overlap!r} must be True or False")
         if self.prefetch_bytes < 0:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes} must be at least 0")
         if self.overlap and not self.offload:

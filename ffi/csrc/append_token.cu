@@ -60,7 +60,7 @@ __device__ float Maximum(float a, float b) { return isnan(a) || a > b ? a : b; }
 // Adds x to the sum of its stride; the mean of the window if this completes one (else undefined). `sums` is the element's
 // place in the first stride of the ring, `step` the distance to its place in the next.
 __device__ float Grow(float* sums, int64_t step, float x, int32_t stride_index, bool first, int32_t strides,
-                      float window) {
+                      float per_window) {
   const int32_t newest = stride_index % strides;
   const float sum = first ? x : __fadd_rn(sums[newest * step], x);
   sums[newest * step] = sum;
@@ -70,7 +70,7 @@ __device__ float Grow(float* sums, int64_t step, float x, int32_t stride_index, 
     const float part = place == newest ? sum : sums[place * step];
     total = i == 0 ? part : __fadd_rn(total, part);
   }
-  return __fdiv_rn(total, window);
+  return __fmul_rn(total, per_window);  // as XLA divides by a constant
 }
 
 // Element h of a head of `head_dim` elements at `x`, rotated: h and its partner half a head away are one pair.
@@ -156,14 +156,14 @@ __global__ void AppendKernel(const __grid_constant__ AppendArgs<Key> args) {
   const int32_t stride_index = length / args.stride, offset = length % args.stride;
   const int32_t window = stride_index - (args.strides - 1);
   const bool complete = offset == args.stride - 1 && window >= 0 && window < args.windows;
-  const auto window_tokens = static_cast<float>(args.strides * args.stride);
+  const float per_window = __frcp_rn(static_cast<float>(args.strides * args.stride));
 
   const float mean = Grow(args.key_sums + pair * args.strides * head_dim + h, head_dim, key, stride_index, offset == 0,
-                          args.strides, window_tokens);
+                          args.strides, per_window);
   if (complete) Store(args.pooled_k + (pair * args.windows + window) * head_dim + h, mean);
   if (h != 0) return;
   const float rank = Grow(args.rank_sums + pair * args.strides, 1, args.exponential ? expf(cis) : cis, stride_index,
-                          offset == 0, args.strides, window_tokens);
+                          offset == 0, args.strides, per_window);
   const int32_t block = length / args.block_size;
   if (block < args.blocks) {
     args.cis_cache[(pair * args.blocks + block) * args.block_size + length % args.block_size] = cis;
@@ -211,7 +211,10 @@ ffi::Error AppendToken(cudaStream_t stream, ffi::AnyBuffer projected, FloatBuffe
     return fail("the arrays' shapes do not fit together");
   }
   if (pooled_k.element_type() != projected.element_type()) return fail("projections and pooled keys must have one type");
-  if (head_dim > kMaxHeadDim || stride < 1) return fail("head dimension or stride out of range");
+  if (head_dim > kMaxHeadDim || stride < 1) {
+    return fail("head dimension " + std::to_string(head_dim) + " or stride " + std::to_string(stride) +
+                " out of range: at most " + std::to_string(kMaxHeadDim) + ", at least 1");
+  }
   CopyUnlessAliased(key_sums, *new_key_sums, stream);
   CopyUnlessAliased(rank_sums, *new_rank_sums, stream);
   CopyUnlessAliased(pooled_k, *new_pooled_k, stream);

@@ -5,6 +5,8 @@
 //
 // A copy that was started and never waited for, since the program failed in between, may still be writing into a cache
 // that XLA has freed by then. SettleBeside() waits for all that were started; it is called before a cache is made.
+// It does not forget them, since another thread may be between its halves: after such a failure every new cache waits for
+// this stream once more.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -128,7 +128,7 @@ def test_random_parameters_are_those_of_a_fresh_model():
     ("arguments", "message"),
     [
         (["--systems", "magic"], r"unknown systems magic; known: dense, infllmv2"),
-        (["--batches", "0"], r"batch 0 .* needs a --device-budget"),
+        (["--batches", "0"], r"as many rows as fit need a budget: --device-budget, or budget="),
         (["--locality", "published"], r"published locality is of 64 selected blocks and this model selects 16"),
         (["--cases", "nosa:1K"], r"'nosa:1K' is no row to measure; write SYSTEM:CONTEXT:ROWS.* like nosa:64K:16"),
         (["--cases", "nosa:1K:0"], r"'0' in 'nosa:1K:0' is no positive number"),

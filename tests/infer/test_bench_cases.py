@@ -3,6 +3,7 @@
 import pytest
 
 from nosa_jax import NosaConfig
+from nosa_jax.errors import InputError
 from nosa_jax.infer.bench_cases import Case, largest_batch, target_cases, targets
 from nosa_jax.infer.throughput import SYSTEMS, Measurement, Timing, beside_weights
 
@@ -49,6 +50,13 @@ def test_steps_are_counted_for_every_dispatch():
         timing = Timing(steps=32, rounds=5, steps_per_dispatch=n)
         assert timing.total_steps == n * (timing.warm_up_dispatches + 5 * timing.dispatches + 5)
         assert timing.warm_up_dispatches * n >= 64
+
+
+@pytest.mark.parametrize("wrong", ["nosa:64K:1", "nosa:1K:1,locality=inf", "nosa:1K:1,locality=0"])
+def test_rows_that_cannot_be_measured_are_refused(wrong):
+    """A context beyond the config's, misses that are no number."""
+    with pytest.raises(InputError, match=r"max_context=65536|locality="):
+        Case.parse(wrong).layout(NosaConfig.tiny())
 
 
 def row(system: str, context: int, batch: int, step_ms: float, **changes) -> Measurement:

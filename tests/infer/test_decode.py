@@ -135,7 +135,7 @@ def test_b7_windows_completed_in_decode_equal_those_of_prefill(decoded):
         assert_close(statistics_of(mine, row, n)["pooled_k"], pooled[0], 1e-5)
 
 
-@pytest.mark.parametrize("attention", ["dense", "infllmv2", "dma"])
+@pytest.mark.parametrize("attention", ["dense", "infllmv2", pytest.param("dma", marks=pytest.mark.slow)])
 def test_compared_systems_decode_like_their_forward(attention):
     config = ONE_LAYER.replace(attention=attention)
     model = random_model(config)

@@ -34,7 +34,7 @@ def greedy_by_forward(model, prompt):
 
 
 @pytest.mark.parametrize(
-    "attention", ["nosa", "dense", *(pytest.param(a, marks=pytest.mark.slow) for a in ("infllmv2", "dma"))]
+    "attention", ["dense", *(pytest.param(a, marks=pytest.mark.slow) for a in ("nosa", "infllmv2", "dma"))]
 )
 def test_every_policy_on_the_same_scheduler_equals_its_forward(attention):
     """B6: prompts around the budget; with blocks on the host, with all on the device, and by forwards alone."""

@@ -40,6 +40,23 @@ def test_cancellation_in_every_state(engine, solo, state):
 
 
 @either
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6])
+def test_nothing_comes_after_a_cancellation_in_its_own_callback(engine, solo, at):
+    """Not even tokens of the dispatch that is being handed out."""
+    told: list[int] = []
+
+    def on_token(token: int) -> None:
+        told.append(token)
+        if len(told) == at:
+            assert mine.cancel()
+
+    mine = engine.submit(PROMPTS[0], PARAMS[0], on_token=on_token)
+    result = mine.result()
+    assert (result.finish_reason, result.tokens) == ("cancelled", solo[0][:at])
+    assert told == result.tokens
+
+
+@either
 def test_a_request_ends_when_its_time_is_over(engine, solo):
     """While it waits, and while it decodes; the result holds what came in time."""
     running = engine.submit(

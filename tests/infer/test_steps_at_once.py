@@ -286,7 +286,9 @@ def test_j2_a_program_of_several_steps_copies_no_cache():
 
 @pytest.mark.parametrize("wrong", [0, -1, 300])
 def test_a_number_of_steps_that_no_request_takes_is_refused(wrong):
-    with pytest.raises(InputError, match=rf"steps_per_dispatch={wrong} must be from 1 to max_context=233.*1 hands out"):
+    with pytest.raises(
+        InputError, match=rf"steps_per_dispatch={wrong} must be a whole number from 1 to max_context=233.*1 hands out"
+    ):
         engine_of(steps_per_dispatch=wrong)
 
 

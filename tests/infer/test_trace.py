@@ -29,6 +29,21 @@ def test_a_synthetic_trace_misses_as_often_as_published():
         assert f"with {slots} slots" in trace.origin
 
 
+def test_a_synthetic_trace_of_as_few_blocks_as_can_be():
+    """It is made where its blocks just suffice, also with many misses; where they do not, and for misses that no step
+    can have, it is refused."""
+    config = NosaConfig.nosa_8b()
+    least = (46 + 64 + 15 + 18 - 1) * 64
+    trace = synthetic_trace(config, context=least, steps=40, streams=8)
+    assert 3 < trace.misses(64, forced=18) < 4.2
+    narrow = synthetic_trace(config, context=8192, steps=30, streams=8, misses={64: 14.0, 66: 1.0})
+    assert narrow.misses(64, forced=18) > 1
+    with pytest.raises(InputError, match=rf"a context of {least - 64} tokens .* take at least {least} tokens"):
+        synthetic_trace(config, context=least - 64, steps=4, streams=2)
+    with pytest.raises(InputError, match=r"100.0 misses with 64 slots: .* at most the 15 blocks"):
+        synthetic_trace(config, context=65_536, steps=4, misses={64: 100.0})
+
+
 def test_misses_follow_the_least_recently_used_rule():
     """Two picks of three blocks in turn: with two slots every change misses, with three none does."""
     picks = np.array([[[0, 1]], [[1, 2]], [[0, 2]]] * 8)

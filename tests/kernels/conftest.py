@@ -4,6 +4,8 @@ import pytest
 
 # Interpreting a kernel takes seconds a case. The fast suite runs one case of each kind; these run with the slow tests.
 SLOW_CASES = {
+    "test_b4_logits_of_any_size[prefill-cpu]",
+    "test_parts_of_the_blocks_merge_into_the_whole[xla-cpu]",
     "test_a_block_of_more_visits_than_stages[cpu]",
     "test_a_constant_added_to_all_logits_changes_nothing[-100000.0-cpu]",
     "test_a_constant_added_to_all_logits_changes_nothing[1000.0-cpu]",

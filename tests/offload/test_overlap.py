@@ -59,7 +59,8 @@ def same_bits(moved, stayed):
     np.testing.assert_array_equal(moved.hits + moved.misses, stayed.hits)
 
 
-@pytest.mark.parametrize("slots", [C, pytest.param(C + 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [C, C + 3])
 def test_o1_with_overlap_decode_equals_resident_decode_bit_for_bit(slots):
     """O1: 60 steps of rows of all lengths, two layers."""
     model, prompts = random_model(), [random_tokens(n, seed=n) for n in LENGTHS]
