@@ -16,6 +16,7 @@ def run(path: Path, folder: Path):
     return nbclient.NotebookClient(notebook, timeout=240, resources=resources).execute()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs(path, tmp_path):
     outputs = [o for cell in run(path, tmp_path).cells if cell.cell_type == "code" for o in cell.outputs]

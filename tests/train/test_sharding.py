@@ -1,5 +1,6 @@
 """C1: several devices, and moving between numbers of them."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -18,15 +19,26 @@ from nosa_jax.train.sharding import leaf_sharding, make_mesh
 
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory, small):
-    """What `eight_devices.py` reports, and the folder of its checkpoint."""
-    folder = tmp_path_factory.mktemp("eight")
+    """What `eight_devices.py` reports, and the folder of its checkpoint; several test processes share one run of it."""
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    folder = tmp_path_factory.getbasetemp() if alone else tmp_path_factory.getbasetemp().parent
+    folder, report = folder / "eight", folder / "eight.json"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not report.exists():
+            report.write_text(_run_on_eight(folder, small))
+    return json.loads(report.read_text()), folder
+
+
+def _run_on_eight(folder, small) -> str:
+    folder.mkdir(exist_ok=True)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("eight_devices.py")), str(folder), json.dumps(small.to_dict())],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), folder
+    return done.stdout.splitlines()[-1]
 
 
 def test_c1_eight_devices_train_like_one(eight) -> None:
