@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from nosa_jax.ffi.handlers import DEFAULT_PREFETCH_BYTES
 from nosa_jax.ffi.registration import has_cuda, register
 
 register()
@@ -44,7 +45,7 @@ def append_token(
     *,
     stride: int,
     exponential: bool,
-    prefetch_bytes: int = 2**25,
+    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K H"], PooledStatistics]:
     """Rotate the token at position `lengths` of every row, score it, and account for it where the row is active.
 

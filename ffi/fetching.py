@@ -7,11 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
-from nosa_jax.ffi.handlers import DEFAULT_CTAS, TransferList, check_call, guard
+from nosa_jax.ffi.handlers import DEFAULT_CTAS, DEFAULT_PREFETCH_BYTES, TransferList, check_call, guard
 from nosa_jax.ffi.registration import has_cuda
-
-# Of the 50 MB of an H200's second-level cache: what else is read meanwhile has to fit in beside it.
-DEFAULT_PREFETCH_BYTES = 32 * 2**20
 
 
 class NewToken(NamedTuple):

@@ -257,7 +257,7 @@ def measure(
         device_budget=device_budget,
         steps_per_dispatch=steps,
         overlap=layout.overlap,
-        prefetch=layout.offload and not layout.overlap and layout.prefetch_bytes > 0,
+        prefetch=layout.prefetch_bytes > 0,
         step_seconds=statistics.median(taken),
         round_seconds=tuple(taken),
         host_seconds=statistics.median(dispatching),
@@ -300,6 +300,6 @@ def read_bytes(model: FrozenModel, system: System, layout: CacheLayout) -> int:
     itemsize = jnp.dtype(config.dtype).itemsize
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.embed_dim * itemsize
     per_head = min(layout.n_selected, layout.n_blocks) * layout.page_bytes
-    if config.budget_for(system.attention).query and system.attention != "dense":
+    if layout.reads_pooled_keys:
         per_head += config.num_windows(layout.max_context) * config.head_dim * itemsize
     return model.nbytes - embedding + config.num_layers * layout.max_batch * config.num_kv_heads * per_head

@@ -29,6 +29,18 @@ def eviction_scores(
     return a_k.astype(jnp.float32) * jax.nn.softplus(pre_activation)
 
 
+def token_scores(
+    v: Float[Array, "B T K H"],
+    delta_weight_kkh: Float[Array, "K K H"],
+    a_k: Float[Array, "K"],
+    variant: EvictionVariant,
+) -> Float[Array, "B T K"]:
+    """`eviction_scores`, or zeros for the variant without an eviction head."""
+    if variant == "none":
+        return jnp.zeros(v.shape[:3], jnp.float32)
+    return eviction_scores(v, delta_weight_kkh, a_k)
+
+
 def ranking_scores(cis: Float[Array, "*shape"], variant: EvictionVariant) -> Float[Array, "*shape"]:
     """What block selection pools and ranks: cis itself, or exp(cis) for the original DMA, which loses precision."""
     return jnp.exp(cis) if variant == "dma" else cis

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from nosa_jax.attention import BLOCK_IDS, sequence_attention
 from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig
-from nosa_jax.eviction import eviction_scores
+from nosa_jax.eviction import token_scores
 from nosa_jax.rope import rope_tables, rotate
 
 if TYPE_CHECKING:
@@ -91,9 +91,7 @@ class Attention(nnx.Module):
 
     def score(self, v: Float[Array, "B T K H"]) -> Float[Array, "B T K"]:
         """cis of tokens with these values, float32; zero where the config has no eviction head."""
-        if self.config.eviction == "none":
-            return jnp.zeros(v.shape[:3], jnp.float32)
-        return eviction_scores(v, self.delta_weight_kkh[...], self.a_k[...])
+        return token_scores(v, self.delta_weight_kkh[...], self.a_k[...], self.config.eviction)
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Project the heads' outputs back to the model width."""

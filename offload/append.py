@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nosa_jax.eviction import eviction_scores, ranking_scores
+from nosa_jax.eviction import ranking_scores, token_scores
 from nosa_jax.ffi import MAX_HEAD_DIM, EvictionHead, PooledStatistics, append_token, has_cuda
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
@@ -43,10 +43,7 @@ def append_projections(
         lengths: Array, active: Array,
     ) -> tuple[Array, Array, Array, PooledStatistics]:  # fmt: skip
         q, k = (rotate(x[:, None], cos, sin)[:, 0] for x in (q, k))
-        if config.eviction == "none":
-            cis = jnp.zeros(k.shape[:2], jnp.float32)
-        else:
-            cis = eviction_scores(v[:, None], head.delta, head.a)[:, 0]
+        cis = token_scores(v[:, None], head.delta, head.a, config.eviction)[:, 0]
         return q, k, v, append_pooling(before, k, cis, lengths, active, layout)
 
     def in_one_launch(
@@ -56,6 +53,7 @@ def append_projections(
         return append_token(
             before, q, k, v, cos[:, 0], sin[:, 0], None if config.eviction == "none" else head, lengths, active,
             stride=config.pool_stride, exponential=config.eviction == "dma",
+            prefetch_bytes=layout.prefetch_bytes if layout.reads_pooled_keys else 0,
         )  # fmt: skip
 
     if has_cuda() and k.shape[-1] <= MAX_HEAD_DIM:

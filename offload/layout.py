@@ -31,8 +31,9 @@ class CacheLayout:
       offload: keep blocks on host pages and the selected ones in slots. Otherwise every block has its own slot.
       slots: slots per row and KV head when offloading, at least C.
       overlap: attend to the blocks that are in slots while the others arrive (docs/04). The same bits.
-      prefetch_bytes: without overlap, so much of the blocks in slots is asked for in the GPU's second-level cache while
-        the others arrive; 0 for none. The same bits.
+      prefetch_bytes: so much is asked for in the GPU's second-level cache before it is read, where the memory is idle:
+        of the pooled keys while a token is appended, and without overlap of the blocks in slots while others arrive;
+        0 for none. The same bits.
 
     Raises:
       ValueError: sizes that do not fit together; the message names them.
@@ -69,6 +70,11 @@ class CacheLayout:
                 f"slots={self.slots} cannot hold the {self.n_selected} blocks that one step selects; "
                 f"use at least {self.n_selected}"
             )
+
+    @property
+    def reads_pooled_keys(self) -> bool:
+        """Whether a step selects by them."""
+        return self.attention != "dense" and self.config.budget_for(self.attention).query > 0
 
     @property
     def n_blocks(self) -> int:

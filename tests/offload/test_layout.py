@@ -71,3 +71,9 @@ def test_sizes_that_do_not_fit_together(change, message):
         CacheLayout(
             **(dict(config=SMALL, attention="nosa", max_batch=1, max_context=64, offload=True, slots=C) | change)
         )
+
+
+@pytest.mark.parametrize(("attention", "reads"), [("nosa", True), ("infllmv2", True), ("dma", False), ("dense", False)])
+def test_which_systems_read_pooled_keys(attention, reads):
+    """Those that select by the query; for the others, no bandwidth goes into asking for the keys ahead."""
+    assert CacheLayout(SMALL, attention, 1, 64, False, C).reads_pooled_keys is reads
