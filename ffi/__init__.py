@@ -6,22 +6,12 @@
 """
 
 from nosa_jax.ffi.append import MAX_HEAD_DIM, EvictionHead, PooledStatistics, append_token
-from nosa_jax.ffi.fetching import (
-    DEFAULT_PREFETCH_BYTES,
-    Fetched,
-    NewToken,
-    PendingFetch,
-    fetch_blocks,
-    finish_fetch,
-    settle,
-    start_fetch,
-)
+from nosa_jax.ffi.fetching import Fetched, NewToken, PendingFetch, fetch_blocks, finish_fetch, settle, start_fetch
 from nosa_jax.ffi.handlers import Assignment, TransferList, assign_slots, store_blocks, swap_in, write_pages
 from nosa_jax.ffi.pool import HostMemoryError, HostPool, PoolClosedError, PoolStats
 from nosa_jax.ffi.registration import has_cuda, status
 
 __all__ = [
-    "DEFAULT_PREFETCH_BYTES",
     "MAX_HEAD_DIM",
     "Assignment",
     "EvictionHead",

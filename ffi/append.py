@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from nosa_jax.ffi.handlers import DEFAULT_PREFETCH_BYTES
 from nosa_jax.ffi.registration import has_cuda, register
 
 register()
@@ -45,7 +44,6 @@ def append_token(
     *,
     stride: int,
     exponential: bool,
-    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B K H"], Float[Array, "B K H"], PooledStatistics]:
     """Rotate the token at position `lengths` of every row, score it, and account for it where the row is active.
 
@@ -61,7 +59,6 @@ def append_token(
         active: the rows whose statistics change.
         stride: tokens of a pooling stride.
         exponential: blocks are ranked by exp of the eviction scores.
-        prefetch_bytes: of the pooled keys of all rows, asked for in the device's second-level cache meanwhile; a hint.
 
     Returns: rotated queries, rotated keys, the values, and the statistics.
     """
@@ -79,12 +76,7 @@ def append_token(
         input_output_aliases={len(inputs) + index: len(outputs) + index for index in range(len(statistics))},
     )
     rotated_q, rotated_k, same_v, *after = call(
-        *inputs,
-        *statistics,
-        stride=stride,
-        scored=int(head is not None),
-        exponential=int(exponential),
-        prefetch_bytes=prefetch_bytes,
+        *inputs, *statistics, stride=stride, scored=int(head is not None), exponential=int(exponential)
     )
     return rotated_q, rotated_k, same_v, PooledStatistics(*after)
 

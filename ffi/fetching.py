@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
-from nosa_jax.ffi.handlers import DEFAULT_CTAS, DEFAULT_PREFETCH_BYTES, TransferList, check_call, guard
+from nosa_jax.ffi.handlers import DEFAULT_CTAS, TransferList, check_call, guard
 from nosa_jax.ffi.registration import has_cuda
 
 
@@ -57,7 +57,6 @@ def fetch_blocks(
     layer: int,
     n_layers: int,
     n_ctas: int = DEFAULT_CTAS,
-    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
     keep_if_unused: bool = True,
 ) -> Fetched:
     """`assign_slots`, then `swap_in` of what has to be loaded: the same results, in one call.
@@ -69,22 +68,13 @@ def fetch_blocks(
     Args:
         token: written into the slot of block `fresh_from`, at its position modulo P. Nothing is written for a row and
             KV head that do not want that block.
-        prefetch_bytes: where something is missing, the one launch also asks for so many bytes of wanted blocks that
-            are in slots in the second-level cache, an equal share for every row and KV head; 0 for none. A hint for a
-            GPU, without any effect on results.
-
-    Raises:
-        ValueError: `prefetch_bytes` is negative.
     """
-    if prefetch_bytes < 0:
-        raise ValueError(f"fetch_blocks: prefetch_bytes={prefetch_bytes} must be at least 0")
     args, options = _prepare(
         "fetch_blocks", handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token, layer,
         n_layers, n_ctas,
     )  # fmt: skip
     call = jax.ffi.ffi_call("nosa_fetch_blocks", **options, has_side_effect=keep_if_unused)
-    results = call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas, prefetch_bytes=prefetch_bytes)
-    return Fetched(*results[: len(Fetched._fields)])
+    return Fetched(*call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)[: len(Fetched._fields)])
 
 
 def start_fetch(

@@ -19,8 +19,6 @@ register()
 
 # 16 thread blocks saturate a PCIe 5 link with pages of 32 KiB: 64 and 132 gain nothing from 512 KiB a call upwards.
 DEFAULT_CTAS = 16
-# Of the 50 MB of an H200's second-level cache: what else is read meanwhile has to fit in beside it.
-DEFAULT_PREFETCH_BYTES = 32 * 2**20
 
 
 class TransferList(NamedTuple):

@@ -16,10 +16,7 @@ from nosa_jax.offload.layout import CacheLayout
 # blocks of 32 KiB per layer (32), row and KV head (2), beside NOSA's 3.58. An inference, not a measurement.
 INFLLMV2_MISSES = 7.8
 
-ROW_FORM = (
-    "SYSTEM:CONTEXT:ROWS[,budget=24GiB][,locality=weights|published|MISSES]"
-    "[,steps=N][,overlap=on|off][,prefetch=on|off]"
-)
+ROW_FORM = "SYSTEM:CONTEXT:ROWS[,budget=24GiB][,locality=weights|published|MISSES][,steps=N][,overlap=on|off]"
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Case:
 
     rows: 0 for as many as the budget holds. budget: of device memory beside the weights, as text; None for no limit.
     locality: "published", "weights", or the misses a step at C slots of a synthetic trace; None for the command's.
-    steps_per_dispatch, overlap: None for the command's. prefetch: whether the cache's layout keeps its own.
+    steps_per_dispatch, overlap: None for the command's.
     """
 
     system: System
@@ -38,7 +35,6 @@ class Case:
     locality: str | None = None
     steps_per_dispatch: int | None = None
     overlap: bool | None = None
-    prefetch: bool = True
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -64,13 +60,10 @@ class Case:
                     case = dataclasses.replace(case, locality=value)
                 case "steps":
                     case = dataclasses.replace(case, steps_per_dispatch=_number(value, text))
-                case "overlap" | "prefetch":
+                case "overlap":
                     if value not in ("on", "off"):
-                        raise InputError(f"{key}={value} in {text!r} must be on or off")
-                    if key == "overlap":
-                        case = dataclasses.replace(case, overlap=value == "on")
-                    else:
-                        case = dataclasses.replace(case, prefetch=value == "on")
+                        raise InputError(f"overlap={value} in {text!r} must be on or off")
+                    case = dataclasses.replace(case, overlap=value == "on")
                 case _:
                     raise InputError(f"{text!r} has the unknown option {key!r}; write {ROW_FORM}")
         return case
@@ -78,10 +71,9 @@ class Case:
     def layout(self, config: NosaConfig) -> CacheLayout:
         """The cache; of one row where the number is still to be found."""
         try:
-            layout = self.system.layout(config, max(self.rows, 1), self.context, overlap=bool(self.overlap))
+            return self.system.layout(config, max(self.rows, 1), self.context, overlap=bool(self.overlap))
         except ValueError as error:
             raise InputError(f"{self} cannot be measured: {error}") from error
-        return layout if self.prefetch else dataclasses.replace(layout, prefetch_bytes=0)
 
     def fit(self, config: NosaConfig, most: int) -> "Case | None":
         """The case with its number of rows; None if the budget does not hold them.
@@ -100,8 +92,7 @@ class Case:
     def __str__(self) -> str:
         budget = "" if self.budget is None else f", {self.budget}"
         rows = f"{self.rows} rows" if self.rows else "as many rows as fit"
-        variant = f"{', overlap' if self.overlap else ''}{'' if self.prefetch else ', no prefetch'}"
-        return f"{self.system.name}, {self.context} tokens, {rows}{budget}{variant}"
+        return f"{self.system.name}, {self.context} tokens, {rows}{budget}{', overlap' if self.overlap else ''}"
 
 
 def system_named(name: str) -> System:
@@ -156,7 +147,6 @@ def target_cases() -> list[Case]:
     rows = (
         "nosa:64K:16",
         "nosa:64K:16,overlap=on",
-        "nosa:64K:16,prefetch=off",
         "dense:96K:max,budget=24GiB",
         "nosa:96K:max,budget=24GiB",
         "nosa-c:16K:16",
@@ -201,7 +191,7 @@ class Target:
 
 
 def targets(rows: Sequence[Measurement]) -> list[Target]:
-    """Every target whose rows were measured; of rows that do the same in other ways, the fastest counts."""
+    """Every target whose rows were measured; of rows that differ in dispatch or overlap alone, the fastest counts."""
     found: list[Target] = []
 
     def best(*systems: str, where: Callable[[Measurement], bool]) -> float | None:

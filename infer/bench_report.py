@@ -16,7 +16,7 @@ def describe(result: Measurement) -> str:
     """One line."""
     return (
         f"{result.system:13} {result.context:6} tokens {result.batch:4} rows, {result.steps_per_dispatch} a dispatch"
-        f"{', overlap' if result.overlap else ''}{'' if result.prefetch else ', no prefetch'}: "
+        f"{', overlap' if result.overlap else ''}: "
         f"{result.step_seconds * 1e3:7.2f} ms a step (host {result.host_seconds * 1e3:.2f}), "
         f"{result.tokens_per_second:8,.0f} tokens/s, {result.of_floor:5.2f} x floor, {result.misses:5.2f} misses; "
         f"traced in {result.trace_seconds:.1f} s, compiled in {result.compile_seconds:.1f} s, "
@@ -33,7 +33,7 @@ def table(results: list[Measurement]) -> Table:
     for r in results:
         found.add_row(
             f"{r.context:,}", r.system, str(r.batch), str(r.slots), r.device_budget or "", str(r.steps_per_dispatch),
-            ("on" if r.overlap else "") + ("" if r.prefetch else " no prefetch"),
+            "on" if r.overlap else "",
             f"{r.step_seconds * 1e3:.2f}", f"{r.host_seconds * 1e3:.2f}", f"{r.tokens_per_second:,.0f}",
             f"{r.of_floor:.2f}", f"{r.misses:.2f}", f"{r.fetched_bytes / 1e6:.1f}", format_bytes(r.device_bytes),
             format_bytes(r.allocator["in_use"] + r.program_bytes) if r.allocator else "",

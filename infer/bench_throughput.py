@@ -45,8 +45,7 @@ class ThroughputOptions:
     """targets: the rows of the project's targets, the most important first, and what they show. Overrides the sizes."""
     cases: tuple[str, ...] = ()
     """Rows to measure, in this order: SYSTEM:CONTEXT:ROWS, like nosa:64K:16 or dense:96K:max,budget=24GiB; further
-    options are locality=weights|published|MISSES, steps=N (of a dispatch), overlap=on|off and
-    prefetch=on|off (of resident blocks into the second-level cache). Overrides the sizes."""
+    options are locality=weights|published|MISSES, steps=N (of a dispatch) and overlap=on|off. Overrides the sizes."""
     contexts: tuple[int, ...] = (16_384, 65_536)
     """Tokens per row."""
     batches: tuple[int, ...] = (16, 32, 64)

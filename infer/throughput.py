@@ -100,7 +100,6 @@ class Measurement:
     device_budget: str | None
     steps_per_dispatch: int
     overlap: bool
-    prefetch: bool
     step_seconds: float
     round_seconds: tuple[float, ...]
     host_seconds: float
@@ -257,7 +256,6 @@ def measure(
         device_budget=device_budget,
         steps_per_dispatch=steps,
         overlap=layout.overlap,
-        prefetch=layout.prefetch_bytes > 0,
         step_seconds=statistics.median(taken),
         round_seconds=tuple(taken),
         host_seconds=statistics.median(dispatching),

@@ -53,7 +53,6 @@ def append_projections(
         return append_token(
             before, q, k, v, cos[:, 0], sin[:, 0], None if config.eviction == "none" else head, lengths, active,
             stride=config.pool_stride, exponential=config.eviction == "dma",
-            prefetch_bytes=layout.prefetch_bytes if layout.reads_pooled_keys else 0,
         )  # fmt: skip
 
     if has_cuda() and k.shape[-1] <= MAX_HEAD_DIM:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from nosa_jax.config import AttentionKind, NosaConfig
-from nosa_jax.ffi import DEFAULT_PREFETCH_BYTES
 
 
 class MemoryItem(NamedTuple):
@@ -31,9 +30,6 @@ class CacheLayout:
       offload: keep blocks on host pages and the selected ones in slots. Otherwise every block has its own slot.
       slots: slots per row and KV head when offloading, at least C.
       overlap: attend to the blocks that are in slots while the others arrive (docs/04). The same bits.
-      prefetch_bytes: so much is asked for in the GPU's second-level cache before it is read, where the memory is idle:
-        of the pooled keys while a token is appended, and without overlap of the blocks in slots while others arrive;
-        0 for none. The same bits.
 
     Raises:
       ValueError: sizes that do not fit together; the message names them.
@@ -46,7 +42,6 @@ class CacheLayout:
     offload: bool
     slots: int
     overlap: bool = False
-    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -59,8 +54,6 @@ class CacheLayout:
             raise ValueError("attention='dense' reads every block in every step; use offload=False for it")
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap={self.overlap!r} must be True or False")
-        if self.prefetch_bytes < 0:
-            raise ValueError(f"prefetch_bytes={self.prefetch_bytes} must be at least 0")
         if self.overlap and not self.offload:
             raise ValueError(
                 "overlap=True hides the fetching of blocks; with offload=False there is none: drop one of them"

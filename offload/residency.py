@@ -66,10 +66,7 @@ def bring_in(
     if layout.overlap:
         fetched, pending = start_fetch(*arrays, token=token, layer=layer, n_layers=n_layers)
     else:
-        fetched = fetch_blocks(
-            *arrays, token=token, layer=layer, n_layers=n_layers, prefetch_bytes=layout.prefetch_bytes,
-            keep_if_unused=False,
-        )  # fmt: skip
+        fetched = fetch_blocks(*arrays, token=token, layer=layer, n_layers=n_layers, keep_if_unused=False)
     cache = dataclasses.replace(cache, slots=fetched.cache, slot_block=fetched.slot_block, last_used=fetched.last_used)
     return cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses, pending)
 

@@ -3,7 +3,7 @@
 //
 // One CTA per row and KV head, and one per row and a few query heads; one thread per element of a head. The sums are
 // added in the order in which pooling a whole sequence adds them, without fused multiply-adds, so a window that
-// completes here has the same bits. The pooled keys, which are read next, are on their way from memory meanwhile.
+// completes here has the same bits.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -42,7 +42,6 @@ struct AppendArgs {
   Key* pooled_k;           // [B, K, W, H]
   float* block_rank;       // [B, K, M]
   float* cis_cache;        // [B, K, M, P]
-  int64_t prefetch_bytes;  // of each row and KV head
   int32_t query_heads, heads, head_dim, strides, windows, blocks, block_size, stride;
   bool scored, exponential;
 };
@@ -97,19 +96,6 @@ __device__ float SumOfThreads(float x) {
 // log(1 + exp(x)), finite for every finite x.
 __device__ float Softplus(float x) { return isnan(x) ? x : fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
-// Asks for the first `bytes` from `start` in the second-level cache, a part by each thread. Where the device cannot, or
-// the address is not aligned, nothing happens.
-__device__ void Prefetch(const void* start, int64_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int64_t kUnit = 128;
-  const int64_t share = (bytes / kUnit + blockDim.x - 1) / blockDim.x * kUnit, first = threadIdx.x * share;
-  const int64_t count = min(share, bytes / kUnit * kUnit - first);
-  const auto address = reinterpret_cast<uint64_t>(start) + first;
-  if (count <= 0 || address % 16 != 0) return;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(static_cast<uint32_t>(count)));
-#endif
-}
-
 template <typename Key>
 __global__ void AppendKernel(const __grid_constant__ AppendArgs<Key> args) {
   const auto row = static_cast<int64_t>(blockIdx.x);
@@ -135,9 +121,6 @@ __global__ void AppendKernel(const __grid_constant__ AppendArgs<Key> args) {
 
   const int64_t pair = row * args.heads + part;
   const int32_t length = args.lengths[row];
-  // What the selection reads next, while the memory has nothing else to do.
-  const int64_t pooled_bytes = min(length / args.stride, args.windows) * int64_t{head_dim} * sizeof(Key);
-  Prefetch(args.pooled_k + pair * args.windows * head_dim, min(pooled_bytes, args.prefetch_bytes));
   Key* rotated = args.rotated_k + pair * head_dim + h;
   float score = 0;
   if (exists) {
@@ -192,7 +175,7 @@ ffi::Error AppendToken(cudaStream_t stream, ffi::AnyBuffer projected, FloatBuffe
                        ffi::Result<FloatBuffer4> new_key_sums,
                        ffi::Result<FloatBuffer3> new_rank_sums, ffi::Result<ffi::AnyBuffer> new_pooled_k,
                        ffi::Result<FloatBuffer3> new_block_rank, ffi::Result<FloatBuffer4> new_cis_cache,
-                       int64_t stride, int64_t scored, int64_t exponential, int64_t prefetch_bytes) {
+                       int64_t stride, int64_t scored, int64_t exponential) {
   const auto fail = [](const std::string& what) { return ffi::Error::InvalidArgument("append_token: " + what); };
   const auto query = rotated_q->dimensions(), key = rotated_k->dimensions(), sums = key_sums.dimensions(),
              pooled = pooled_k.dimensions(), by_token = cis_cache.dimensions(), side_by_side = projected.dimensions();
@@ -238,7 +221,6 @@ ffi::Error AppendToken(cudaStream_t stream, ffi::AnyBuffer projected, FloatBuffe
                                static_cast<Key*>(new_pooled_k->untyped_data()),
                                new_block_rank->typed_data(),
                                new_cis_cache->typed_data(),
-                               prefetch_bytes / (rows * heads),
                                static_cast<int32_t>(query[1]),
                                static_cast<int32_t>(heads),
                                static_cast<int32_t>(head_dim),
@@ -297,8 +279,7 @@ XLA_FFI_DEFINE_HANDLER(kHandler, AppendToken,
                            .Ret<FloatBuffer4>()
                            .Attr<int64_t>("stride")
                            .Attr<int64_t>("scored")
-                           .Attr<int64_t>("exponential")
-                           .Attr<int64_t>("prefetch_bytes"),
+                           .Attr<int64_t>("exponential"),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace

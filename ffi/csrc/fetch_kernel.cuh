@@ -23,33 +23,9 @@ struct FetchArgs {
   TransferArgs transfer;  // without lists
   SlotTables tables;
   TokenArgs token;
-  int32_t prefetched_pages = 0;  // of every pair, at most
   int32_t n_assigners = 0;  // warps of a CTA that take a pair at a time
   int32_t warp_bytes = 0;   // of shared memory, for each of those
 };
-
-// Asks for a page in the second-level cache. A hint, without any effect on results.
-inline __device__ void PrefetchPage([[maybe_unused]] const std::byte* page, [[maybe_unused]] int64_t bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(page)),
-               "r"(static_cast<uint32_t>(bytes)));
-#endif
-}
-
-// Asks for the first `most` of a pair's resident pages; `slots` are the lane's, -1 for none. By a whole warp.
-template <int kWants>
-__device__ void PrefetchHits(const TransferArgs& args, int64_t pair, const int32_t (&slots)[kWants], int32_t most) {
-  int32_t n_before = 0;
-#pragma unroll
-  for (int i = 0; i < kWants; ++i) {
-    const uint32_t those = __ballot_sync(kWholeWarp, slots[i] >= 0);
-    const int32_t number = n_before + __popc(those & ((1u << threadIdx.x % kLanes) - 1));
-    if (slots[i] >= 0 && number < most) {
-      PrefetchPage(args.cache + (pair * args.sizes.slots + slots[i]) * args.sizes.page_bytes, args.sizes.page_bytes);
-    }
-    n_before += __popc(those);
-  }
-}
 
 template <int kWants, int kSlots>
 __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_constant__ FetchArgs args) {
@@ -71,10 +47,8 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
   const uint32_t n_lists = n_ctas * args.n_assigners, list = warp * n_ctas + rank;  // spread over the CTAs first
 
   for (uint32_t first = 0, turn = 0; first < n_mine; first += n_lists, turn ^= 1) {
-    const int64_t pair = static_cast<int64_t>(first + list) * n_clusters + number;
-    const bool assigns = warp < static_cast<uint32_t>(args.n_assigners) && first + list < n_mine;
-    int32_t hits[kWants];  // slots
-    if (assigns) {
+    if (warp < static_cast<uint32_t>(args.n_assigners) && first + list < n_mine) {
+      const int64_t pair = static_cast<int64_t>(first + list) * n_clusters + number;
       const PairToken token(args.token, pair, static_cast<uint32_t>(pair) / static_cast<uint32_t>(sizes.heads));
       SlotAssigner<kWants, kSlots> slots(args.tables, reinterpret_cast<std::byte*>(shared) + warp * args.warp_bytes,
                                          pair);
@@ -83,7 +57,6 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
       if (lane < n_ctas) *cluster.map_shared_rank(&counts[turn][list], lane) = n_loads;
       cluster.barrier_arrive();
       token.Write(slots.Write());  // after the arrival, which would wait for these stores otherwise
-      slots.FindHits(hits);
     } else {
       if (first == 0) cluster.barrier_wait();
       cluster.barrier_arrive();
@@ -102,8 +75,6 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
     }
     // A CTA may run ahead to the next round's counts, which are the other ones, but not to those of the round after.
     if (!__any_sync(kWholeWarp, (lengths[0] | lengths[1] | lengths[2] | lengths[3]) != 0)) continue;
-    // Memory is idle while blocks come over the link: those that are there move closer to who reads them next.
-    if (assigns && args.prefetched_pages > 0) PrefetchHits(args.transfer, pair, hits, args.prefetched_pages);
     const Tile tile(lengths);
     if (__all_sync(kWholeWarp, CheckPool(args.transfer, pool))) {
       if (rank == 0 && warp == 0 && lane == 0) {

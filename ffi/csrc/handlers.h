@@ -216,7 +216,6 @@ auto BindAssign(Binding&& binding) {
       .template Attr<int64_t>("n_blocks");
 }
 
-// What fetch_blocks and start_fetch share.
 template <typename Binding>
 auto BindFetch(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -245,11 +244,7 @@ auto BindFetch(Binding&& binding) {
       .template Attr<int64_t>("n_ctas");
 }
 
-template <typename Binding>
-auto BindFetchBlocks(Binding&& binding) {
-  return BindFetch(std::forward<Binding>(binding)).template Attr<int64_t>("prefetch_bytes");
-}
-
+// As fetch_blocks, with one result more.
 template <typename Binding>
 auto BindStart(Binding&& binding) {
   return BindFetch(std::forward<Binding>(binding)).template Ret<Int32Buffer3>();  // late [B, K, C]

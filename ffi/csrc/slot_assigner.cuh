@@ -103,12 +103,6 @@ class SlotAssigner {
     return tail;
   }
 
-  // The slot of each of the lane's wanted entries that was resident, or -1.
-  __device__ void FindHits(int32_t (&slots)[kWants]) const {
-#pragma unroll
-    for (int i = 0; i < kWants; ++i) slots[i] = (missing_ >> i & 1) == 0 ? place_[i] : -1;
-  }
-
   // Writes what Assign left to be loaded, as lists of blocks and slots, and which wanted entries that concerns.
   __device__ void WriteLoads(int32_t* load_block, int32_t* load_slot, int32_t* late) const {
     const int64_t first = pair_ * tables_.n_wanted;

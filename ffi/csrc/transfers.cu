@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <type_traits>
 
 #include "assign_kernel.h"
 #include "cuda_handlers.h"
@@ -97,9 +96,8 @@ ffi::Error Failure(Caller caller, const Problem& problem) {
   return ffi::Error::Internal(std::string(NameOf(caller)) + ": " + problem);
 }
 
-// fetch_blocks, whose `extra` is the bytes to prefetch, or start_fetch, whose `extra` is the result `late`, and whose
-// copies go to a stream beside XLA's.
-template <typename Extra>
+// fetch_blocks, or with one result more, `late`, start_fetch: its copies go to a stream beside XLA's.
+template <typename... Late>
 ffi::Error Fetch(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted,
                  Int32Buffer3 slot_block, Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step,
                  Int32Buffer1 fresh_from, Int32Buffer2 page_table, std::optional<ffi::AnyBuffer> k,
@@ -107,8 +105,8 @@ ffi::Error Fetch(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache,
                  ffi::Result<ffi::AnyBuffer> new_cache, Int32Result3 slot_ids, Int32Result3 new_slot_block,
                  Int32Result3 new_last_used, Int32Result2 hits, Int32Result2 misses, Int32Result2 tail_slot,
                  Int32Result3 load_block, Int32Result3 load_slot, int64_t layer, int64_t n_layers, int64_t n_ctas,
-                 Extra extra) {
-  constexpr bool starts = std::is_same_v<Extra, Int32Result3>;
+                 Late... late) {
+  constexpr bool starts = sizeof...(Late) == 1;
   constexpr Caller caller = starts ? Caller::kStartFetch : Caller::kFetchBlocks;
   const Token token{k, v, position};
   AssignSizes assign{};
@@ -129,14 +127,14 @@ ffi::Error Fetch(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache,
                           new_last_used->typed_data(), hits->typed_data(),         misses->typed_data(),
                           tail_slot->typed_data()};
   const TokenArgs token_args = MakeTokenArgs(token, token_sizes, sizes, slots);
-  int32_t* late_entries = nullptr;
-  if constexpr (starts) {
-    late_entries = extra->typed_data();
-  } else if (FitsFetchKernel(sizes) && HasClusters()) {
-    const int64_t pages = std::max<int64_t>(extra, 0) / (sizes.rows * sizes.heads * sizes.page_bytes);
-    LaunchFetch({transfer, tables, token_args, static_cast<int32_t>(std::min(pages, sizes.entries))}, n_ctas, stream);
+  if (!starts && FitsFetchKernel(sizes) && HasClusters()) {
+    LaunchFetch({transfer, tables, token_args}, n_ctas, stream);
     return LastError(caller);
   }
+  int32_t* const late_entries = [&]() -> int32_t* {
+    if constexpr (starts) return (late->typed_data(), ...);
+    return nullptr;
+  }();
   if (starts && FitsAssigner(sizes)) {
     LaunchStart({tables, token_args, load_block->typed_data(), load_slot->typed_data(), late_entries}, sizes, stream);
   } else {
@@ -211,8 +209,8 @@ XLA_FFI_DEFINE_HANDLER(kSwapIn, Transfer<false>,
 XLA_FFI_DEFINE_HANDLER(kWritePages, Transfer<true>,
                        BindTransfer(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kFetchBlocks, Fetch<int64_t>,
-                       BindFetchBlocks(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+XLA_FFI_DEFINE_HANDLER(kFetchBlocks, Fetch<>,
+                       BindFetch(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 // Not for captured graphs: where a graph ends between the two, what one forks the other cannot join.
 XLA_FFI_DEFINE_HANDLER(kStartFetch, Fetch<Int32Result3>,

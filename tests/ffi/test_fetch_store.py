@@ -181,24 +181,6 @@ def test_j2_the_caches_stay_where_they_are_and_nothing_is_copied(device, make_po
     pool.check()
 
 
-def test_prefetching_changes_nothing(device, make_pool):
-    """Nothing, part of the hits, all of them: beside misses, among padding and repeated ids."""
-    shape = Shape(rows=5, heads=3, slots=6, blocks=9, block=16, dim=32, dtype="bfloat16")
-    pool, table = make_pool(shape.n_pages, shape.page_bytes), shape.page_table()
-    for page in range(pool.n_pages):
-        pool.write_page(page, np.random.default_rng(page).integers(0, 256, shape.page_bytes, np.uint8))
-    held, wanted = everywhere(shape, [4, -1, 0, 7, 2, 8]), everywhere(shape, [7, -1, 3, 0, 7, 5])
-    outcomes = []
-    for prefetch_bytes in (0, 16 * shape.page_bytes, 2**40):
-        cache = shape.random_cache(1)
-        got = fetch(pool.handle, cache, wanted, held, table, prefetch_bytes=prefetch_bytes)
-        outcomes.append([as_bytes(x).tobytes() for x in got])
-    assert outcomes[0] == outcomes[1] == outcomes[2]
-    pool.check()
-    with pytest.raises(ValueError, match="prefetch_bytes=-1 must be at least 0"):
-        fetch(pool.handle, cache, wanted, held, table, prefetch_bytes=-1)
-
-
 def raises(pool: ffi.HostPool, match: str, call, error=RuntimeError) -> None:
     """A handler's error: raised with the result on the CPU, found by `check` on a GPU, once."""
 

@@ -11,9 +11,6 @@ from nosa_jax.infer.throughput import SYSTEMS, Measurement, Timing, beside_weigh
 def test_a_row_is_read_with_its_options():
     assert Case.parse("nosa:1K:2,overlap=on").overlap
     assert Case.parse("nosa:1K:2,overlap=off").overlap is False
-    config = NosaConfig.tiny()
-    assert Case.parse("nosa:1K:2").layout(config).prefetch_bytes > 0
-    assert Case.parse("nosa:1K:2,prefetch=off").layout(config).prefetch_bytes == 0
     case = Case.parse("dense:96K:max,budget=24GiB,steps=4,locality=weights")
     assert (case.system, case.context, case.rows) == (SYSTEMS["dense"], 98_304, 0)
     assert (case.budget, case.steps_per_dispatch, case.locality) == ("24GiB", 4, "weights")
@@ -62,7 +59,6 @@ def test_rows_that_cannot_be_measured_are_refused(wrong):
 def row(system: str, context: int, batch: int, step_ms: float, **changes) -> Measurement:
     values = dict(
         system=system, context=context, batch=batch, slots=128, device_budget=None, steps_per_dispatch=8, overlap=False,
-        prefetch=True,
         step_seconds=step_ms / 1e3, round_seconds=(), host_seconds=0.0, misses=0.0, fetched_bytes=0.0, read_bytes=0.0,
         floor_seconds=4e-3, locality="a trace", planned_bytes={}, program_bytes=0, allocator=None, shared_pages=1.0,
         trace_seconds=0.0, compile_seconds=0.0, fill_seconds=0.0,

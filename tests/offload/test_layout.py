@@ -60,7 +60,6 @@ def test_o7_bytes_per_token_are_the_documented_ones(config, offload):
             dict(offload=False, overlap=True),
             "overlap=True hides the fetching of blocks; with offload=False there is none",
         ),
-        (dict(prefetch_bytes=-1), "prefetch_bytes=-1 must be at least 0"),
         (dict(slots=C - 1), f"slots={C - 1} cannot hold the {C} blocks"),
         (dict(attention="dense"), "attention='dense' reads every block.*offload=False"),
     ],
@@ -75,5 +74,5 @@ def test_sizes_that_do_not_fit_together(change, message):
 
 @pytest.mark.parametrize(("attention", "reads"), [("nosa", True), ("infllmv2", True), ("dma", False), ("dense", False)])
 def test_which_systems_read_pooled_keys(attention, reads):
-    """Those that select by the query; for the others, no bandwidth goes into asking for the keys ahead."""
+    """Those that select by the query; for the others, no step's floor counts them."""
     assert CacheLayout(SMALL, attention, 1, 64, False, C).reads_pooled_keys is reads
