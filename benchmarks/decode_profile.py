@@ -65,6 +65,25 @@ class Options:
     out: Path = Path("benchmarks/results")
 
 
+def sequence(events: list[DeviceEvent], steps: int) -> list[dict[str, Any]]:
+    """The kernels of one step in their order: where each begins after the first one and how long it takes, in
+    microseconds, as medians over the steps; empty where not all steps ran the same number of kernels."""
+    if not events or len(events) % steps:
+        return []
+    of_steps = [events[i : i + len(events) // steps] for i in range(0, len(events), len(events) // steps)]
+    return [
+        {
+            "kernel": same[0].kind,
+            "stream": same[0].stream,
+            "begins_us": statistics.median(
+                event.start - step[0].start for event, step in zip(same, of_steps, strict=True)
+            ),
+            "us": statistics.median(event.duration for event in same),
+        }
+        for same in zip(*of_steps, strict=True)
+    ]
+
+
 def summary(events: list[DeviceEvent], steps: int, layers: int, top: int) -> dict[str, Any]:
     """Kernels, busy time and gaps of a step, and the kinds of kernels that take longest, in microseconds."""
     if not events:
@@ -81,6 +100,7 @@ def summary(events: list[DeviceEvent], steps: int, layers: int, top: int) -> dic
         "gaps_per_step": len(wide) / steps,
         "gap_us_per_step": sum(wide) / steps,
         "largest_gaps_us": gaps[:5],
+        "sequence": sequence(events, steps),
         "kinds": [
             {"kind": kind, "per_step": number / steps, "us_per_step": total / steps,
              "us_per_layer": total / steps / layers, "us_each": total / number}

@@ -33,9 +33,7 @@ class EvictionHead(NamedTuple):
 
 def append_token(
     statistics: PooledStatistics,
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B K H"],
-    v: Float[Array, "B K H"],
+    projected: Float[Array, "B NKK H"],
     cos: Float[Array, "B half"],
     sin: Float[Array, "B half"],
     head: EvictionHead | None,
@@ -52,7 +50,7 @@ def append_token(
 
     Args:
         statistics: donated. A window spans R strides.
-        q, k, v: projections of the new tokens, not rotated, in the dtype of `pooled_k`.
+        projected: N queries, K keys and K values of the new tokens, not rotated, in the dtype of `pooled_k`.
         cos, sin: `nosa_jax.rope.rope_tables` of the tokens' positions, float32.
         head: gives the tokens' eviction scores; None: they are zero.
         lengths: tokens in each row before this one.
@@ -63,16 +61,14 @@ def append_token(
     Returns: rotated queries, rotated keys, the values, and the statistics.
     """
     _load_kernels()
-    heads, head_dim = k.shape[1:]
+    rows, heads, _, head_dim = statistics.pooled_k.shape
     weights = head or EvictionHead(jnp.zeros((heads, heads, head_dim)), jnp.zeros(heads))
-    # Side by side, as one matrix product makes them: XLA then takes them from there without a copy.
-    rows = len(lengths)
-    projected = jnp.concatenate([x.reshape(rows, -1) for x in (q, k, v)], axis=1)
-    inputs = (projected, cos, sin, *weights, lengths, active)
-    outputs = (q, k, v)
+    inputs = (projected.reshape(rows, -1), cos, sin, *weights, lengths, active)
+    per_head = [projected.shape[1] - 2 * heads, heads, heads]
+    outputs = [jax.ShapeDtypeStruct((rows, n, head_dim), projected.dtype) for n in per_head]
     call = jax.ffi.ffi_call(
         "nosa_append_token",
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*outputs, *statistics)),
+        (*outputs, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in statistics)),
         input_output_aliases={len(inputs) + index: len(outputs) + index for index in range(len(statistics))},
     )
     rotated_q, rotated_k, same_v, *after = call(

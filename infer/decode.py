@@ -1,7 +1,8 @@
 """One decoding step: a pure function of weights, state and tokens."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -11,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.ffi import EvictionHead, finish_fetch
-from nosa_jax.infer.frozen import FrozenModel, freeze
+from nosa_jax.infer.compiling import step_options
+from nosa_jax.infer.frozen import FrozenModel, MergedAttention, freeze
 from nosa_jax.infer.trace import replayed_ids
 from nosa_jax.model import DecoderLayer, NosaLM
 from nosa_jax.offload.append import append_projections
@@ -47,7 +49,7 @@ def decode_step(
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape != state.lengths.shape:
         raise ValueError(f"tokens has shape {tokens.shape}; each of the {state.lengths.shape[0]} rows needs one")
-    return _jitted_step(freeze(model), state, tokens)
+    return _jitted_step(tokens.shape[0])(freeze(model), state, tokens)
 
 
 def step(
@@ -68,13 +70,14 @@ def step(
     next_step = state.step + 1
 
     x = modules.embed(jnp.where(active, tokens, 0)[:, None])
-    layers, block_ids, residencies = [], [], []
+    replayed = None if picks is None else replayed_ids(picks, state.lengths, layout.config)
+    layers, selected, residencies = [], [], []
     for index, (layer, cache) in enumerate(zip(modules.layers, state.layers, strict=True)):
         x, cache, ids, residency = _layer_step(
-            layer, x, cache, positions, active, next_step, state.page_table, state.handle, picks, index, layout
+            layer, x, cache, positions, active, next_step, state.page_table, state.handle, replayed, index, layout
         )
         layers.append(cache)
-        block_ids.append(ids)
+        selected.append(ids)
         residencies.append(residency)
     tail_slots = [residency.tail_slot for residency in residencies]
     caches = write_full_blocks(
@@ -83,6 +86,10 @@ def step(
     logits = modules.unembed(modules.final_norm(x))[:, 0]
     logits = jnp.where(active[:, None], logits, state.logits)
 
+    block_ids: Sequence[jax.Array] | jax.Array = selected
+    if replayed is not None:
+        # Chosen at run time, so that the compiler cannot leave out the selection; of all layers in one kernel.
+        block_ids = jnp.where(next_step >= 0, replayed, jnp.stack(selected))
     last = _count(block_ids, [cache.selected for cache in state.layers], residencies)
     # After the counting, so that XLA need not keep copies of what was selected before.
     block_ids, _ = jax.lax.optimization_barrier((block_ids, last.kept))
@@ -103,7 +110,9 @@ def step(
     )
 
 
-_jitted_step = partial(jax.jit, donate_argnames="state")(step)
+@functools.cache
+def _jitted_step(rows: int) -> Callable[..., tuple[jax.Array, DecodeState]]:
+    return jax.jit(step, donate_argnames="state", compiler_options=step_options(rows))
 
 
 def selected_blocks(
@@ -139,20 +148,21 @@ def _layer_step(
     next_step: jax.Array,
     page_table: jax.Array,
     handle: jax.Array,
-    picks: jax.Array | None,
+    replayed: jax.Array | None,
     index: int,
     layout: CacheLayout,
 ) -> tuple[jax.Array, LayerCache, jax.Array, Residency]:
     config: NosaConfig = layout.config
     lengths = positions[:, 0]
     attention = layer.attention
-    q, k, v = (projected[:, 0] for projected in attention.projections(layer.attention_norm(x)))
+    assert isinstance(attention, MergedAttention)  # as `freeze` makes it
+    projected = attention.projected(layer.attention_norm(x))[:, 0]
     head = EvictionHead(*(w[...].astype(jnp.float32) for w in (attention.delta_weight_kkh, attention.a_k)))
-    q, k, v, cache = append_projections(cache, q, k, v, head, lengths, active, layout)
+    q, k, v, cache = append_projections(cache, projected, head, lengths, active, layout)
     block_ids = selected_blocks(q[:, None], cache, lengths, active, layout)
-    if picks is not None:
-        # Chosen at run time, so that the compiler cannot leave out the selection.
-        block_ids = jnp.where(next_step >= 0, replayed_ids(picks, lengths, config, index), block_ids)
+    selected = block_ids
+    if replayed is not None:
+        selected, block_ids = jax.lax.optimization_barrier((selected, replayed[index]))  # what follows comes after it
     # The slots go through one chain of in-place updates: this one, `finish_fetch` if it is apart, and after the last
     # layer `write_full_blocks`.
     cache, residency = bring_in(
@@ -166,12 +176,14 @@ def _layer_step(
         finish = partial(finish_fetch, pending=residency.pending)
         heads, slots = decode_attention_in_two(*args, residency.pending.late, finish)
         cache = dataclasses.replace(cache, slots=slots)
-    return layer.finish(x, heads[:, None]), cache, block_ids, residency
+    return layer.finish(x, heads[:, None]), cache, selected, residency
 
 
-def _count(block_ids: Sequence[jax.Array], before: Sequence[jax.Array], residencies: Sequence[Residency]) -> StepCounts:
+def _count(
+    block_ids: Sequence[jax.Array] | jax.Array, before: Sequence[jax.Array], residencies: Sequence[Residency]
+) -> StepCounts:
     """Counts of all layers at once; in each layer they would be kernels of their own."""
-    ids = jnp.stack(block_ids)
+    ids = block_ids if isinstance(block_ids, jax.Array) else jnp.stack(block_ids)
     chosen = ids != NO_BLOCK
     kept = chosen & (ids[..., :, None] == jnp.stack(before)[..., None, :]).any(axis=-1)
     return StepCounts(

@@ -6,12 +6,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from nosa_jax.config import NosaConfig
-from nosa_jax.model import NosaLM
+from nosa_jax.model import Attention, NosaLM, product
 
 # Read in float32 whatever the compute dtype: the eviction head and the norms.
 _FLOAT32_PARAMETERS = frozenset({"delta_weight_kkh", "a_k", "scale_d"})
+
+
+class MergedAttention(Attention):
+    """Attention whose query, key and value weights lie side by side [D, N + 2 K, H]: one product reads all three.
+
+    XLA would otherwise either run three or put the weights side by side in every step.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        self.config = attention.config
+        parts = (attention.q_weight_dnh, attention.k_weight_dkh, attention.v_weight_dkh)
+        self.qkv_weight_dnh = nnx.Param(jnp.concatenate([part[...] for part in parts], axis=1))
+        self.o_weight_nhd = attention.o_weight_nhd
+        self.delta_weight_kkh = attention.delta_weight_kkh
+        self.a_k = attention.a_k
+
+    def projected(self, x: Float[Array, "B T D"]) -> Float[Array, "B T NKK H"]:
+        """N queries, K keys and K values of normalised hidden states side by side, not rotated."""
+        return product("btd,dnh->btnh", x, self.qkv_weight_dnh, self.config)
+
+    def projections(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries, keys and values of normalised hidden states, not rotated."""
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        q, k, v = jnp.split(self.projected(x), (heads, heads + kv_heads), axis=2)
+        return q, k, v
 
 
 @jax.tree_util.register_dataclass
@@ -36,12 +64,16 @@ class FrozenModel:
 def freeze(model: NosaLM | FrozenModel) -> FrozenModel:
     """Split a model for inference and cast its matrices to the compute dtype; norms and eviction head to float32.
 
-    Arrays that have that dtype already are shared with the model, the others are copies. Training the model further
-    changes neither, unless its step donates the shared ones: those are then gone here too.
+    Query, key and value weights are put side by side, which copies them. Other arrays that have the right dtype already
+    are shared with the model, the rest are copies. Training the model further changes neither, unless its step donates
+    the shared ones: those are then gone here too.
     """
     if isinstance(model, FrozenModel):
         return model
-    graph, parameters = nnx.split(model)
+    served = nnx.merge(*nnx.split(model))  # modules of its own, around the same arrays
+    for layer in served.layers:
+        layer.attention = MergedAttention(layer.attention)
+    graph, parameters = nnx.split(served)
     dtype = jnp.dtype(model.config.dtype)
 
     def cast(path: tuple[object, ...], x: jax.Array) -> jax.Array:

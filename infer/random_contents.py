@@ -40,10 +40,8 @@ def random_model(config: NosaConfig, seed: int = 0) -> FrozenModel:
     flat = make_rest(first)
     for index, key in enumerate(keys):
         flat |= {("layers", index, *path): x for path, x in make_layer(key).items()}
-    shape = jax.eval_shape(lambda: freeze(NosaLM.from_config(config)))
-    # Norms and eviction heads are float32 in a frozen model.
-    cast = jax.tree.map(lambda x, like: x.astype(like.dtype), nnx.from_flat_state(flat), shape.parameters)
-    return dataclasses.replace(shape, parameters=cast)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: NosaLM.from_config(config)))
+    return freeze(nnx.merge(graph, nnx.from_flat_state(flat)))
 
 
 def filled_state(layout: CacheLayout, pool: HostPool | None, length: int) -> DecodeState:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from nosa_jax.infer.compiling import step_options
 from nosa_jax.infer.decode import step
 from nosa_jax.infer.sampling import SamplingState, finished, sample
 from nosa_jax.offload.state import DecodeState, StepCounts
@@ -112,7 +113,7 @@ def unpack_locality(bits: np.integer) -> float:
 
 
 @lru_cache(maxsize=16)
-def steps_function(structure: Any) -> Callable[..., StepsOutput]:
+def steps_function(structure: Any, rows: int) -> Callable[..., StepsOutput]:
     """The compiled decode steps of all models of one structure: one program for each number of steps at once.
 
     A row that ends within the steps, by an end-of-sequence id or by its limit, is not active in the rest of them: it
@@ -120,13 +121,19 @@ def steps_function(structure: Any) -> Callable[..., StepsOutput]:
 
     Args:
       structure: of a `FrozenModel`, as `jax.tree.structure` gives it.
+      rows: of the states, which decide how it is compiled.
 
     Returns: a function of (the model's leaves, state, tokens, sampling), with the static `steps`, `greedy` (every row
       that is decoded has temperature 0) and `record` (also give the steps' counts). It donates state and sampling. It
       takes leaves because taking an 8B model's 300 modules apart costs half a millisecond a call.
     """
 
-    @partial(jax.jit, static_argnames=("steps", "greedy", "record"), donate_argnums=(1, 3))
+    @partial(
+        jax.jit,
+        static_argnames=("steps", "greedy", "record"),
+        donate_argnums=(1, 3),
+        compiler_options=step_options(rows),
+    )
     def generate_steps(
         leaves: list[Any],
         state: DecodeState,

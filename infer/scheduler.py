@@ -54,7 +54,7 @@ class Scheduler:
         self.queue: WaitingQueue[Job] = WaitingQueue(max_overtaken)
         self.state: DecodeState | None = None
         self._leaves, structure = jax.tree.flatten(model)
-        self._step = steps_function(structure)
+        self._step = steps_function(structure, self.layout.max_batch)
         self._lock = threading.Lock()  # the queue, deadlines and withdrawals
         self._withdrawn: deque[Job] = deque()
         self._deadlines: list[tuple[float, int, Job]] = []

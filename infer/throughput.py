@@ -12,6 +12,7 @@ import numpy as np
 
 from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.ffi import HostPool
+from nosa_jax.infer.compiling import step_options
 from nosa_jax.infer.decode import step
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.plan import decode_bytes
@@ -160,7 +161,7 @@ def compile_steps(
 
     It takes leaves, not trees, since taking a large model apart costs the host as much as the dispatch.
     picks: [trace steps, streams, picks] to replay, of which the shape counts; None attends to what is selected.
-    compiler_options: of XLA, by name.
+    compiler_options: of XLA, by name, beside those that decode steps have anyway.
     """
     start = time.perf_counter()
     leaves, structure = jax.tree.flatten(model)
@@ -181,7 +182,8 @@ def compile_steps(
         state = jax.tree.unflatten(state_structure, state_leaves)
         return jax.tree.leaves(one(jnp.zeros(()), state) if steps == 1 else jax.lax.fori_loop(0, steps, one, state))
 
-    jitted = jax.jit(many, donate_argnums=1, compiler_options=compiler_options)
+    options = (step_options(layout.max_batch) or {}) | (compiler_options or {})
+    jitted = jax.jit(many, donate_argnums=1, compiler_options=options or None)
     lowered = jitted.lower(leaves, jax.eval_shape(empty), picks)
     traced = time.perf_counter() - start
     compiled = lowered.compile()

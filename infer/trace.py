@@ -4,6 +4,7 @@ How fast an offloaded step is depends on how many selected blocks are not in a s
 trained ones do. A trace fixes the selection, so that systems can be timed on the locality of a trained model.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -219,18 +220,16 @@ def synthetic_trace(
 
 
 def replayed_ids(
-    picks: Int[Array, "streams picks"], lengths: Int[Array, "B"], config: NosaConfig, layer: int
-) -> Int[Array, "B K C"]:
-    """Selected block ids of one step and layer: the picks, between the blocks that the token at `lengths` must have.
+    picks: Int[Array, "streams picks"], lengths: Int[Array, "B"], config: NosaConfig
+) -> Int[Array, "layers B K C"]:
+    """Selected block ids of one step: the picks, between the blocks that the tokens at `lengths` must have.
 
     Streams are dealt out to layers, rows and KV heads in turn: each gets its own where the trace has as many.
     """
-    budget, heads = config.budget, config.num_kv_heads
+    budget = config.budget
+    lead = (config.num_layers, lengths.shape[0], config.num_kv_heads)
+    own = picks[jnp.arange(math.prod(lead)) % picks.shape[0]].reshape(*lead, -1)
     current = lengths // config.block_size
-    stream = jnp.arange(lengths.shape[0] * heads) + layer * lengths.shape[0] * heads
-    own = picks[stream % picks.shape[0]].reshape(lengths.shape[0], heads, -1)
-    sink = jnp.broadcast_to(jnp.arange(budget.sink), (*own.shape[:2], budget.sink))
+    sink = jnp.broadcast_to(jnp.arange(budget.sink), (*lead, budget.sink))
     local = current[:, None, None] + 1 - budget.local + jnp.arange(budget.local)
-    return jnp.concatenate([sink, own, jnp.broadcast_to(local, (*own.shape[:2], budget.local))], axis=-1).astype(
-        jnp.int32
-    )
+    return jnp.concatenate([sink, own, jnp.broadcast_to(local, (*lead, budget.local))], axis=-1).astype(jnp.int32)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Initializer = jax.nn.initializers.Initializer
 
 
-def _product(equation: str, x: jax.Array, weight: nnx.Param, config: NosaConfig) -> jax.Array:
+def product(equation: str, x: jax.Array, weight: nnx.Param, config: NosaConfig) -> jax.Array:
     """A matrix product in the compute dtype; float32 products keep all their bits on every device."""
     dtype = jnp.dtype(config.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -74,9 +74,9 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of normalised hidden states, not rotated."""
-        q = _product("btd,dnh->btnh", x, self.q_weight_dnh, self.config)
-        k = _product("btd,dkh->btkh", x, self.k_weight_dkh, self.config)
-        return q, k, _product("btd,dkh->btkh", x, self.v_weight_dkh, self.config)
+        q = product("btd,dnh->btnh", x, self.q_weight_dnh, self.config)
+        k = product("btd,dkh->btkh", x, self.k_weight_dkh, self.config)
+        return q, k, product("btd,dkh->btkh", x, self.v_weight_dkh, self.config)
 
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
 
     def output(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Project the heads' outputs back to the model width."""
-        return _product("btnh,nhd->btd", heads, self.o_weight_nhd, self.config)
+        return product("btnh,nhd->btd", heads, self.o_weight_nhd, self.config)
 
 
 class FeedForward(nnx.Module):
@@ -110,9 +110,9 @@ class FeedForward(nnx.Module):
         self.down_weight_fd = nnx.Param(outer(rngs.params(), (hidden, width), dtype))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate = jax.nn.silu(_product("btd,df->btf", x, self.gate_weight_df, self.config))
-        up = _product("btd,df->btf", x, self.up_weight_df, self.config)
-        return _product("btf,fd->btd", gate * up, self.down_weight_fd, self.config)
+        gate = jax.nn.silu(product("btd,df->btf", x, self.gate_weight_df, self.config))
+        up = product("btd,df->btf", x, self.up_weight_df, self.config)
+        return product("btf,fd->btd", gate * up, self.down_weight_fd, self.config)
 
 
 class DecoderLayer(nnx.Module):

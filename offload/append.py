@@ -15,9 +15,7 @@ from nosa_jax.rope import rope_tables, rotate
 
 def append_projections(
     cache: LayerCache,
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B K H"],
-    v: Float[Array, "B K H"],
+    projected: Float[Array, "B NKK H"],
     head: EvictionHead,
     lengths: Int[Array, "B"],
     active: Bool[Array, "B"],
@@ -26,7 +24,7 @@ def append_projections(
     """Rotate and score one new token per row, and account for those of active rows, before they are selected for.
 
     Args:
-      q, k, v: projections of the new tokens, at positions `lengths`, not rotated.
+      projected: N queries, K keys and K values of the new tokens, at positions `lengths`, not rotated.
       head: the layer's eviction head; of no effect where the config has none.
       lengths: tokens in each row before it.
 
@@ -36,26 +34,27 @@ def append_projections(
     config = layout.config
     cos, sin = rope_tables(lengths[:, None], config)
     before = PooledStatistics(*(getattr(cache, name) for name in PooledStatistics._fields))
-    args = (before, q, k, v, cos, sin, head, lengths, active)
+    args = (before, projected, cos, sin, head, lengths, active)
 
     def by_xla(
-        before: PooledStatistics, q: Array, k: Array, v: Array, cos: Array, sin: Array, head: EvictionHead,
-        lengths: Array, active: Array,
+        before: PooledStatistics, projected: Array, cos: Array, sin: Array, head: EvictionHead, lengths: Array,
+        active: Array,
     ) -> tuple[Array, Array, Array, PooledStatistics]:  # fmt: skip
+        q, k, v = jnp.split(projected, (config.num_heads, config.num_heads + config.num_kv_heads), axis=1)
         q, k = (rotate(x[:, None], cos, sin)[:, 0] for x in (q, k))
         cis = token_scores(v[:, None], head.delta, head.a, config.eviction)[:, 0]
         return q, k, v, append_pooling(before, k, cis, lengths, active, layout)
 
     def in_one_launch(
-        before: PooledStatistics, q: Array, k: Array, v: Array, cos: Array, sin: Array, head: EvictionHead,
-        lengths: Array, active: Array,
+        before: PooledStatistics, projected: Array, cos: Array, sin: Array, head: EvictionHead, lengths: Array,
+        active: Array,
     ) -> tuple[Array, Array, Array, PooledStatistics]:  # fmt: skip
         return append_token(
-            before, q, k, v, cos[:, 0], sin[:, 0], None if config.eviction == "none" else head, lengths, active,
+            before, projected, cos[:, 0], sin[:, 0], None if config.eviction == "none" else head, lengths, active,
             stride=config.pool_stride, exponential=config.eviction == "dma",
         )  # fmt: skip
 
-    if has_cuda() and k.shape[-1] <= MAX_HEAD_DIM:
+    if has_cuda() and config.head_dim <= MAX_HEAD_DIM:
         q, k, v, after = jax.lax.platform_dependent(*args, cuda=in_one_launch, default=by_xla)
     else:
         q, k, v, after = by_xla(*args)

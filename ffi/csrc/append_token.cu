@@ -56,21 +56,30 @@ __device__ void Store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x)
 // As jnp.maximum: NaN wins.
 __device__ float Maximum(float a, float b) { return isnan(a) || a > b ? a : b; }
 
-// Adds x to the sum of its stride; the mean of the window if this completes one (else undefined). `sums` is the element's
-// place in the first stride of the ring, `step` the distance to its place in the next.
-__device__ float Grow(float* sums, int64_t step, float x, int32_t stride_index, bool first, int32_t strides,
-                      float per_window) {
-  const int32_t newest = stride_index % strides;
-  const float sum = first ? x : __fadd_rn(sums[newest * step], x);
-  sums[newest * step] = sum;
-  float total = 0;
-  for (int32_t i = 0; i < strides; ++i) {  // the oldest stride first
-    const int32_t place = (newest + 1 + i) % strides;
-    const float part = place == newest ? sum : sums[place * step];
-    total = i == 0 ? part : __fadd_rn(total, part);
+// The sums of the strides that the window of a token spans, for one element; `sums` is its place in the first stride of
+// the ring, `step` the distance to its place in the next. Loads first, so that nothing waits for them in turn.
+class WindowSums {
+ public:
+  __device__ WindowSums(float* sums, int64_t step, int32_t stride_index, int32_t strides)
+      : newest_(sums + stride_index % strides * step), previous_(*newest_), strides_(strides) {
+    for (int32_t i = 1; i < strides; ++i) {  // the oldest stride first
+      const float part = sums[(stride_index + i) % strides * step];
+      older_ = i == 1 ? part : __fadd_rn(older_, part);
+    }
   }
-  return __fmul_rn(total, per_window);  // as XLA divides by a constant
-}
+
+  // Adds x to the sum of the newest stride; the mean of the window if this completes one (else undefined).
+  __device__ float Grow(float x, bool first, float per_window) {
+    const float sum = first ? x : __fadd_rn(previous_, x);
+    *newest_ = sum;
+    return __fmul_rn(strides_ == 1 ? sum : __fadd_rn(older_, sum), per_window);  // as XLA divides by a constant
+  }
+
+ private:
+  float* newest_;
+  float previous_, older_ = 0;
+  int32_t strides_;
+};
 
 // Element h of a head of `head_dim` elements at `x`, rotated: h and its partner half a head away are one pair.
 template <typename Key>
@@ -121,10 +130,32 @@ __global__ void AppendKernel(const __grid_constant__ AppendArgs<Key> args) {
 
   const int64_t pair = row * args.heads + part;
   const int32_t length = args.lengths[row];
-  Key* rotated = args.rotated_k + pair * head_dim + h;
-  float score = 0;
+  const bool active = args.active[row];
+  const int32_t stride_index = length / args.stride, offset = length % args.stride;
+  const int32_t window = stride_index - (args.strides - 1);
+  const bool complete = offset == args.stride - 1 && window >= 0 && window < args.windows;
+  const float per_window = __frcp_rn(static_cast<float>(args.strides * args.stride));
+  const int32_t per_block = args.block_size / args.stride, element = exists ? h : 0;
+  WindowSums keys(args.key_sums + pair * args.strides * head_dim + element, head_dim, stride_index, args.strides);
+  WindowSums ranks(args.rank_sums + pair * args.strides, 1, stride_index, args.strides);
+  // The last window of a block reaches into the next one.
+  float* bests[2];
+  float best[2];
+#pragma unroll
+  for (int32_t i = 0; i < 2; ++i) {
+    const int32_t touched = (window + i) / per_block;
+    const bool counts = complete && touched < args.blocks && (i == 0 || touched != window / per_block);
+    bests[i] = counts ? args.block_rank + pair * args.blocks + touched : nullptr;
+    best[i] = counts ? *bests[i] : 0.0f;
+  }
+  const float a = args.a[part];
+
+  float score = 0, key = 0;
   if (exists) {
-    Store(rotated, Rotated(k + part * head_dim, h, head_dim, cos, sin));
+    Key rounded;
+    Store(&rounded, Rotated(k + part * head_dim, h, head_dim, cos, sin));
+    key = ToFloat(rounded);
+    args.rotated_k[pair * head_dim + h] = rounded;
     args.values[pair * head_dim + h] = v[part * head_dim + h];
     if (args.scored) {
       for (int32_t head = 0; head < args.heads; ++head) {
@@ -132,32 +163,20 @@ __global__ void AppendKernel(const __grid_constant__ AppendArgs<Key> args) {
       }
     }
   }
-  if (!args.active[row]) return;
-  const float cis = args.scored ? args.a[part] * Softplus(SumOfThreads(score)) : 0.0f;  // of use in thread 0
+  if (!active) return;
+  const float cis = args.scored ? a * Softplus(SumOfThreads(score)) : 0.0f;  // of use in thread 0
   if (!exists) return;
-  const float key = ToFloat(*rotated);  // as it is kept: rounded
-  const int32_t stride_index = length / args.stride, offset = length % args.stride;
-  const int32_t window = stride_index - (args.strides - 1);
-  const bool complete = offset == args.stride - 1 && window >= 0 && window < args.windows;
-  const float per_window = __frcp_rn(static_cast<float>(args.strides * args.stride));
-
-  const float mean = Grow(args.key_sums + pair * args.strides * head_dim + h, head_dim, key, stride_index, offset == 0,
-                          args.strides, per_window);
+  const float mean = keys.Grow(key, offset == 0, per_window);
   if (complete) Store(args.pooled_k + (pair * args.windows + window) * head_dim + h, mean);
   if (h != 0) return;
-  const float rank = Grow(args.rank_sums + pair * args.strides, 1, args.exponential ? expf(cis) : cis, stride_index,
-                          offset == 0, args.strides, per_window);
+  const float rank = ranks.Grow(args.exponential ? expf(cis) : cis, offset == 0, per_window);
   const int32_t block = length / args.block_size;
   if (block < args.blocks) {
     args.cis_cache[(pair * args.blocks + block) * args.block_size + length % args.block_size] = cis;
   }
-  if (!complete) return;
-  const int32_t per_block = args.block_size / args.stride;
-  // The last window of a block reaches into the next one.
-  for (int32_t touched = window / per_block; touched <= (window + 1) / per_block; ++touched) {
-    if (touched >= args.blocks) break;
-    float& best = args.block_rank[pair * args.blocks + touched];
-    best = Maximum(rank, best);
+#pragma unroll
+  for (int32_t i = 0; i < 2; ++i) {
+    if (bests[i] != nullptr) *bests[i] = Maximum(rank, best[i]);
   }
 }
 

@@ -1,6 +1,7 @@
 """Attention of one query per row over cache slots, by Mosaic GPU kernels for Hopper: splits, then their merge."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +67,17 @@ def decode_attention_partial(
 ) -> Partial:
     """Out [B, N, H] and lse [B, N], float32; as `reference.decode_attention_partial`."""
     plan = _plan(q, slots, slot_ids)
-    out, lse = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret)
-    out, lse = out.reshape(-1, plan.splits, plan.rows, q.shape[2]), lse.reshape(-1, plan.splits, plan.rows)
-    merged = merge_partials(*(Partial(out[:, i], lse[:, i]) for i in range(plan.splits)))
+    merged = _merged_partials(_attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret), plan)
     return Partial(_heads(merged.out, q, slots), _heads(merged.lse[..., None], q, slots)[..., 0])
+
+
+# One program. As operations of their own, they would fill the CPU's queue while the interpreted kernel, whose callbacks
+# need a place in it, is still running; neither would ever end.
+@partial(jax.jit, static_argnames="plan")
+def _merged_partials(splits: Splits, plan: Plan) -> Partial:
+    out, lse = splits
+    out, lse = out.reshape(-1, plan.splits, plan.rows, out.shape[1]), lse.reshape(-1, plan.splits, plan.rows)
+    return merge_partials(*(Partial(out[:, i], lse[:, i]) for i in range(plan.splits)))
 
 
 def _plan(q: jax.Array, slots: jax.Array, slot_ids: jax.Array) -> Plan:

@@ -19,6 +19,9 @@ PROGRAM_BYTES = 112 * 1024  # shared memory of one program, so that two fit on a
 MULTIPROCESSOR_BYTES = 224 * 1024
 MAX_STAGES = 6
 MAX_SPLITS = 64  # the merge is unrolled over them
+# A late block holds up those that share its split, so a split has at most so many units ...
+MAX_UNITS = 8
+ENOUGH_SPLITS = 8  # ... unless the list is longer than those of sparse attention, which are in so many parts then
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ def unsupported(
 
 
 def plan_for(batch: int, n_kv: int, group: int, head_dim: int, block: int, n_entries: int) -> Plan:
-    """The fewest splits that come within a few percent of the shortest launch, and as many stages as fit."""
+    """The fewest splits that come within a few percent of the shortest launch, and as many stages as fit.
+
+    The splits are part of the result's bits, so they are the same whether blocks come late or not.
+    """
     stage = TILE * (2 * head_dim * 2 + 4)  # keys, values, biases
     two_fit = 2 * stage <= PROGRAM_BYTES
     slots = MULTIPROCESSORS * (2 if two_fit else 1)
@@ -74,7 +80,7 @@ def plan_for(batch: int, n_kv: int, group: int, head_dim: int, block: int, n_ent
     def steps(splits: int) -> int:  # units one after the other, and about two more to start and end a program
         return math.ceil(pairs * splits / slots) * (math.ceil(units / splits) + 2)
 
-    choices = range(1, min(units, MAX_SPLITS) + 1)
+    choices = range(min(math.ceil(units / MAX_UNITS), ENOUGH_SPLITS), min(units, MAX_SPLITS) + 1)
     shortest = min(map(steps, choices))
     splits = next(s for s in choices if steps(s) <= 1.05 * shortest)
     per_split = math.ceil(units / splits)

@@ -121,7 +121,7 @@ def test_random_parameters_are_those_of_a_fresh_model():
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert float(one.std()) == pytest.approx(float(other.std()), rel=0.2, abs=1e-6)
     layers = ours.module().layers
-    assert (layers[0].attention.q_weight_dnh[...] != layers[1].attention.q_weight_dnh[...]).any()
+    assert (layers[0].attention.o_weight_nhd[...] != layers[1].attention.o_weight_nhd[...]).any()
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def test_j2_a_program_of_several_steps_copies_no_cache():
     whole = jax.tree.structure(init_state(layout))
 
     def advance(leaves, state, tokens, sampling):
-        run = steps_function(structure).__wrapped__
+        run = steps_function(structure, 2).__wrapped__
         output = run(leaves, whole.unflatten(state), tokens, sampling, steps=8, greedy=True, record=False)
         return jax.tree.leaves(output)
 

@@ -76,8 +76,9 @@ def test_replayed_ids_are_a_selection(length):
     """Ascending, without duplicates, with all forced blocks, and C of them, at every later position too."""
     budget, trace = SMALL.budget, small_trace()
     lengths = jnp.asarray([length, length + 16], jnp.int32)
-    for layer in range(3):
-        ids = np.asarray(replayed_ids(jnp.asarray(trace.picks[3]), lengths, SMALL, layer))
+    of_layers = np.asarray(replayed_ids(jnp.asarray(trace.picks[3]), lengths, SMALL))
+    assert len(of_layers) == SMALL.num_layers
+    for ids in of_layers:
         assert ids.shape == (2, SMALL.num_kv_heads, budget.total)
         assert (np.diff(ids, axis=-1) > 0).all()
         current = np.asarray(lengths)[:, None] // SMALL.block_size
@@ -100,7 +101,7 @@ def test_a_replayed_step_fetches_what_the_trace_misses():
                 before = state.stats().total.misses.sum()
         counted = (state.stats().total.misses.sum() - before) / (len(trace.picks) - len(trace.picks) // 2)
         selected = np.asarray(state.layers[1].selected)
-    np.testing.assert_array_equal(selected, replayed_ids(jnp.asarray(trace.picks[-1]), state.lengths - 1, SMALL, 1))
+    np.testing.assert_array_equal(selected, replayed_ids(jnp.asarray(trace.picks[-1]), state.lengths - 1, SMALL)[1])
     forced = SMALL.budget.sink + SMALL.budget.local
     per_list = counted / SMALL.num_layers / SMALL.num_kv_heads
     assert per_list == pytest.approx(trace.misses(SMALL.budget.total, forced), rel=0.35)

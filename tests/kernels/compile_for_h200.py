@@ -69,7 +69,7 @@ def decode_steps(batch: int, context: int, *, steps: int, greedy: bool, overlap:
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def run(*args):
-        return steps_function(structure).__wrapped__(*args, steps=steps, greedy=greedy, record=False)
+        return steps_function(structure, batch).__wrapped__(*args, steps=steps, greedy=greedy, record=False)
 
     compiled = compile_for_h200(run, leaves, state, tokens, sampling, donate_argnums=(1, 3))
     return compiled, plan.decode_bytes(layout)

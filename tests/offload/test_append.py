@@ -93,10 +93,10 @@ def test_one_launch_does_what_the_small_kernels_do(name, scored):
     )
 
     @jax.jit
-    def in_one_launch(statistics, q, k, v, lengths, active):
+    def in_one_launch(statistics, projected, lengths, active):
         cos, sin = (table[:, 0] for table in rope_tables(lengths[:, None], config))
         return append_token(
-            statistics, q, k, v, cos, sin, head if scored else None, lengths, active,
+            statistics, projected, cos, sin, head if scored else None, lengths, active,
             stride=config.pool_stride, exponential=config.eviction == "dma",
         )  # fmt: skip
 
@@ -110,7 +110,7 @@ def test_one_launch_does_what_the_small_kernels_do(name, scored):
             k[0, 0, 1] = v[1, 0, 0] = np.nan
         q, k, v = (jnp.asarray(x, config.dtype) for x in (q, k, v))
         lengths, active = jnp.full(ROWS, step, jnp.int32), jnp.array([True, step > 9, False])
-        rotated_q, rotated_k, same_v, two = in_one_launch(two, q, k, v, lengths, active)
+        rotated_q, rotated_k, same_v, two = in_one_launch(two, jnp.concatenate([q, k, v], axis=1), lengths, active)
         tables = rope_tables(lengths[:, None], config)
         for rotated, x in ((rotated_q, q), (rotated_k, k)):
             expected = np.asarray(rotate(x[:, None], *tables)[:, 0], np.float32)
