@@ -44,7 +44,8 @@ class Engine:
       attention: which system decodes; None for the config's. "dense" needs `offload=False`.
       offload: keep KV blocks in host memory and only the selected ones on the device.
       slots: device slots per row and KV head when offloading; None plans them (`make_plan`).
-      overlap: attend to the blocks that are on the device while others arrive from the host (docs/04). The same bits.
+      overlap: attend to the blocks that are on the device while others arrive from the host (docs/04). The same bits;
+        None does so on a GPU where it was measured to pay, for many rows.
       device_budget, host_budget: bytes or text like "20GiB".
       tokenizer: turns text prompts into ids and results into text.
       prefill_chunk: tokens of prompts that are read between two decode steps, at most. Fewer let running requests
@@ -69,7 +70,7 @@ class Engine:
         attention: AttentionKind | None = None,
         offload: bool = True,
         slots: int | None = None,
-        overlap: bool = False,
+        overlap: bool | None = None,
         device_budget: int | float | str | None = None,
         host_budget: int | float | str | None = None,
         tokenizer: Tokenizer | None = None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.errors import InputError
+from nosa_jax.infer.compiling import overlap_pays
 from nosa_jax.infer.prefill import TOKEN_CHUNK
 from nosa_jax.offload.layout import CacheLayout, MemoryItem
 from nosa_jax.pallas_kernels.decode_attention.plan import MAX_SPLITS
@@ -172,7 +173,7 @@ def make_plan(
     max_context: int,
     offload: bool = True,
     slots: int | None = None,
-    overlap: bool = False,
+    overlap: bool | None = None,
     device_budget: int | float | str | None = None,
     host_budget: int | float | str | None = None,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
@@ -181,7 +182,8 @@ def make_plan(
 
     Args:
       weight_bytes: bytes of the parameters.
-      attention, max_context, offload, overlap: as for `CacheLayout`.
+      attention, max_context, offload: as for `CacheLayout`.
+      overlap: as for `CacheLayout`; None chooses: on a GPU, for many rows.
       max_batch: rows; None takes as many as both budgets hold at their full length, and at least one.
       slots: per row and KV head; None takes twice the selected blocks if the device budget allows, else as many as
         it does allow.
@@ -201,7 +203,10 @@ def make_plan(
 
     def items_for(rows: int, n_slots: int) -> tuple[CacheLayout, list[MemoryItem]]:
         try:
-            layout = CacheLayout(config, attention, rows, max_context, offload, n_slots, overlap)
+            layout = CacheLayout(
+                config, attention, rows, max_context, offload, n_slots,
+                overlap=offload and overlap_pays(rows * config.num_kv_heads) if overlap is None else overlap,
+            )  # fmt: skip
         except ValueError as error:
             raise InputError(str(error)) from error
         padded = layout.n_blocks * config.block_size

@@ -116,6 +116,7 @@ def test_j2_nothing_is_copied(device, make_pool):
 def test_errors_name_the_handler(device, make_pool):
     pool, table = make_pool(SHAPE.n_pages, SHAPE.page_bytes), SHAPE.page_table()
 
+    @jax.jit  # each by itself, the two would work on copies of the cache
     def call(handle, page_table):
         got, pending = start(handle, jnp.zeros(SHAPE.cache), everywhere(SHAPE, [2, 0]), empty(SHAPE), page_table)
         return ffi.finish_fetch(got.cache, pending)

@@ -108,6 +108,16 @@ def test_more_tiles_than_stages(entries, stages, interpret, monkeypatch):
 
 
 @by_lane
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_several_steps_of_one_program(head_dim, interpret, monkeypatch):
+    """Every head dim, with more than one tile after the other: what is kept between them."""
+    plan = lambda *sizes: replace(plan_for(*sizes), entries=3, splits=1)  # noqa: E731
+    monkeypatch.setattr(mosaic_gpu, "plan_for", plan)
+    args = paged([192, 150], head_dim=head_dim)
+    assert_near(mosaic_gpu.decode_attention(*args, interpret=interpret), in_float32(args))
+
+
+@by_lane
 def test_every_length_around_a_block_boundary(interpret):
     """B1: the tail block holds 1 token, all but one, or all; what lies behind it is NaN."""
     args = paged([1, 2, 63, 64, 65, 127, 128, 129, 4092, 4095, 4097])

@@ -1,0 +1,37 @@
+"""Choices that the device at hand decides."""
+
+import jax
+import pytest
+
+from nosa_jax import NosaConfig
+from nosa_jax.infer.compiling import MANY_ROWS, OVERLAPPED_PAIRS, overlap_pays, step_options
+from nosa_jax.infer.plan import make_plan
+
+
+def test_on_the_cpu_xla_keeps_its_defaults_and_nothing_overlaps():
+    assert step_options(4 * MANY_ROWS) is None
+    assert not overlap_pays(4 * OVERLAPPED_PAIRS)
+
+
+@pytest.mark.parametrize(("rows", "many"), [(MANY_ROWS - 1, False), (MANY_ROWS, True)])
+def test_on_a_gpu_many_rows_leave_products_to_cublas(monkeypatch, rows, many):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert step_options(rows) == ({"xla_gpu_enable_triton_gemm": False} if many else None)
+
+
+@pytest.mark.parametrize(("given", "rows", "offload", "overlap"), [
+    (None, OVERLAPPED_PAIRS // 2, True, True),
+    (None, OVERLAPPED_PAIRS // 2 - 1, True, False),
+    (None, OVERLAPPED_PAIRS, False, False),
+    (False, OVERLAPPED_PAIRS, True, False),
+    (True, 1, True, True),
+])  # fmt: skip
+def test_a_plan_overlaps_where_it_pays_unless_told(monkeypatch, given, rows, offload, overlap):
+    """By pairs of a row and a KV head, of which the config has two a row."""
+    monkeypatch.setattr("nosa_jax.infer.plan.overlap_pays", lambda pairs: pairs >= OVERLAPPED_PAIRS)
+    config = NosaConfig.tiny()
+    assert config.num_kv_heads == 2
+    plan = make_plan(
+        config, weight_bytes=0, attention="nosa", max_batch=rows, max_context=1024, offload=offload, overlap=given
+    )
+    assert plan.layout.overlap == overlap
