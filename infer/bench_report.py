@@ -1,5 +1,6 @@
 """How `nosa-bench throughput` shows what it measured: a line and a table row for each, and a picture."""
 
+import statistics
 from pathlib import Path
 
 import matplotlib
@@ -42,24 +43,35 @@ def table(results: list[Measurement]) -> Table:
 
 
 def plot(results: list[Measurement], path: Path) -> None:
-    """Tokens per second over the batch, one panel per context; dotted: the floors."""
+    """A bar of tokens per second for each row, by context, with a mark where its floor would be."""
     contexts = sorted({r.context for r in results})
-    figure, panels = plt.subplots(1, len(contexts), figsize=(5.2 * len(contexts), 4.2), squeeze=False)
-    names = list(dict.fromkeys(r.system for r in results))
-    for panel, context in zip(panels[0], contexts, strict=True):
-        for index, name in enumerate(names):
-            own = [r for r in results if r.system == name and r.context == context]
-            # Where a batch was measured several times, the fastest.
-            best = {r.batch: r for r in sorted(own, key=lambda r: r.tokens_per_second)}
-            rows = [best[batch] for batch in sorted(best)]
-            if rows:
-                batches = [r.batch for r in rows]
-                panel.plot(batches, [r.tokens_per_second for r in rows], "o-", color=f"C{index}", label=name)
-                panel.plot(batches, [r.batch / r.floor_seconds for r in rows], ":", color=f"C{index}")
-        panel.set(title=f"{context:,} tokens", xlabel="rows", ylabel="tokens/s")
-        panel.set_xscale("log", base=2)
-        panel.set_ylim(bottom=0)
-        panel.legend(fontsize=8, title="dotted: floor")
-    figure.tight_layout()
+    groups = [sorted((r for r in results if r.context == c), key=lambda r: (r.batch, r.system)) for c in contexts]
+    sizes = [len(group) for group in groups]
+    figure, panels = plt.subplots(
+        len(groups), 1, figsize=(9, 1.2 + 0.5 * len(groups) + 0.28 * sum(sizes)), squeeze=False, sharex=True,
+        height_ratios=sizes, layout="constrained",
+    )  # fmt: skip
+    usual = statistics.mode(r.steps_per_dispatch for r in results)
+    colors = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(r.system for r in results))}
+    for panel, context, group in zip(panels[:, 0], contexts, groups, strict=True):
+        places = range(len(group))
+        panel.barh(places, [r.tokens_per_second for r in group], color=[colors[r.system] for r in group], height=0.7)
+        panel.plot([r.batch / r.floor_seconds for r in group], places, "k|", markersize=10, label="floor")
+        for place, r in zip(places, group, strict=True):
+            panel.text(0, place, f" {r.tokens_per_second:,.0f}", va="center", fontsize=8, color="white")
+        panel.set_yticks(places, [_label(r, usual) for r in group], fontsize=8)
+        panel.invert_yaxis()
+        panel.set_title(f"{context:,} tokens", loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].legend(fontsize=8, loc="lower right", frameon=False)
+    panels[-1, 0].set_xlabel("tokens/s of all rows together")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _label(r: Measurement, usual_steps: int) -> str:
+    """A row in few words; the steps of a dispatch where they are not the usual ones."""
+    notes = [f"{r.misses:.2g} misses" if r.misses else "", "overlap" if r.overlap else "", r.device_budget or "",
+             f"{r.steps_per_dispatch} a dispatch" if r.steps_per_dispatch != usual_steps else ""]  # fmt: skip
+    said = ", ".join(filter(None, notes))
+    return f"{r.system}, {r.batch} rows" + (f" ({said})" if said else "")
