@@ -43,14 +43,19 @@ build() {
     "$python" -m pip install --quiet --no-build-isolation --no-deps --editable . &&
     "$python" -c 'import jax, nosa_jax.ffi as f; print(f.status(), jax.devices()); assert f.has_cuda()'
 }
-tests() {
-  "$python" -m pytest -m gpu --durations=10 tests/ffi tests/kernels tests/offload tests/infer \
-    --deselect tests/infer/test_plan_on_gpu.py
+tests() { # most of their time is compiling: several processes share the GPU
+  XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest -p no:benchmark -n "${WORKERS:-12}" -m gpu --durations=10 \
+    tests/ffi tests/offload tests/kernels tests/infer --deselect tests/infer/test_plan_on_gpu.py
 }
 throughput() { # NOSA-8B with random weights and the published locality; room is left to end before the limit
   "$python" -m nosa_jax.infer.bench throughput --suite targets --seconds $((SECONDS_LEFT - 15)) --out "$out"
 }
-profile() { "$python" benchmarks/decode_profile.py --layers 32 --out "$out"; }
+profile() { # few layers compile soon, and a layer is like the others
+  local rows
+  for rows in 16 64; do
+    "$python" benchmarks/decode_profile.py --layers 4 --rows "$rows" --graphs default --out "$out/profile_$rows" || return
+  done
+}
 kernels() { "$python" benchmarks/kernels.py --seconds $((SECONDS_LEFT - 15)) --out "$out"; }
 parity() { "$python" benchmarks/model_parity.py --out "$out"; }
 swap() { "$python" benchmarks/swap.py --out "$out"; }
