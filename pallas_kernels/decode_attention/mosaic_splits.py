@@ -60,9 +60,10 @@ def attend_splits(
     pieces, parts = TILE // piece, block // piece  # of a tile, of a block
     by_list = plan.align > 1  # cis is in the order of the list
     columns = next((c for c in (128, 64) if head_dim % c == 0), head_dim)  # of the output, multiplied at a time
-    # Registers are the faster left operand of a product. But the interpreter takes it from shared memory only, and with
-    # heads of 64, what JAX 0.11.2 makes of registers is wrong from the second step on (seen on an H200; of 128, right).
-    from_registers = interpret is None and head_dim == 128
+    # Registers are the faster left operand of a product. But the interpreter takes it from shared memory only, and
+    # where both products have 64 columns, what JAX 0.11.2 makes of registers is wrong from the second step on (seen on
+    # an H200 with heads of 64; with heads of 128 it is right).
+    from_registers = interpret is None and columns != TILE
 
     arrays = [q, slots.reshape(-1, head_dim)]
     if cis is not None:
