@@ -41,16 +41,19 @@ def _run_on_eight(folder, small) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_c1_eight_devices_train_like_one(eight) -> None:
     losses = eight[0]["losses"]
     np.testing.assert_allclose(losses["8 fsdp"], losses["1 replicated"], rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_c1_parameters_and_moments_are_split(eight) -> None:
     assert eight[0]["split"] > 8
     assert eight[0]["split_moments"] == eight[0]["split"]
 
 
+@pytest.mark.slow
 def test_c1_saved_on_eight_restored_on_two_and_one(eight) -> None:
     """Every leaf has the sharding asked for and the bits that were saved, and training goes on."""
     restored = eight[0]["restored"]
@@ -58,6 +61,7 @@ def test_c1_saved_on_eight_restored_on_two_and_one(eight) -> None:
     np.testing.assert_allclose([r["next_loss"] for r in restored], restored[0]["next_loss"], rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_c1_parameters_alone_restore_in_a_process_with_one_device(eight, small) -> None:
     model, _, _ = load_model(eight[1])
     _, params = split_model(model)
