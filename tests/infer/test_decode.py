@@ -85,7 +85,8 @@ def test_b6_logits_while_the_context_crosses_the_budget_equal_a_fresh_forward(de
             np.testing.assert_array_equal(decoded[1].ids[step, layer, row], trace.ids[0, -1])
 
 
-@pytest.mark.parametrize("sizes", [(7, None), pytest.param((1, 64, 100), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(7, None), (1, 64, 100)], ids=str)
 def test_b7_prefill_in_pieces_of_any_size(whole, sizes):
     """B7: pieces of 1, 7, 64, 100 tokens and all at once leave the same cache, from which decoding goes on alike."""
     logits, ids = whole

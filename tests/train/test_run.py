@@ -76,9 +76,8 @@ def test_held_out_perplexity_equals_one_from_the_saved_model(straight, text_fold
     assert straight.metrics[-1]["val_ppl"] == pytest.approx(math.exp(loss), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "stop_after", [50, pytest.param(60, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_after", [50, 60, 80])
 def test_c4_stopped_and_resumed_equals_straight(tmp_path, run_config, small, straight, monkeypatch, stop_after) -> None:
     """100 steps straight and stopped after some, in each phase and between them: the same samples, losses and weights.
 

@@ -53,6 +53,7 @@ def _copy(state: TrainState) -> TrainState:
     return jax.tree.map(jnp.copy, state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_step_tells_whether_what_it_made_is_finite(small) -> None:
     """Broken weights, gradients or moments each; the loss before the update may be finite all the same."""
