@@ -19,6 +19,12 @@ def test_on_a_gpu_many_rows_leave_products_to_cublas(monkeypatch, rows, many):
     assert step_options(rows) == ({"xla_gpu_enable_triton_gemm": False} if many else None)
 
 
+def test_on_a_gpu_many_pairs_overlap(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert overlap_pays(OVERLAPPED_PAIRS)
+    assert not overlap_pays(OVERLAPPED_PAIRS - 1)
+
+
 @pytest.mark.parametrize(("given", "rows", "offload", "overlap"), [
     (None, OVERLAPPED_PAIRS // 2, True, True),
     (None, OVERLAPPED_PAIRS // 2 - 1, True, False),
