@@ -6,7 +6,7 @@
 """
 
 from nosa_jax.ffi.append import MAX_HEAD_DIM, EvictionHead, PooledStatistics, append_token
-from nosa_jax.ffi.fetching import Fetched, NewToken, PendingFetch, fetch_blocks, finish_fetch, settle, start_fetch
+from nosa_jax.ffi.fetching import Fetched, ListedPages, NewToken, fetch_blocks, list_blocks, why_not_listed
 from nosa_jax.ffi.handlers import Assignment, TransferList, assign_slots, store_blocks, swap_in, write_pages
 from nosa_jax.ffi.pool import HostMemoryError, HostPool, PoolClosedError, PoolStats
 from nosa_jax.ffi.registration import has_cuda, status
@@ -18,8 +18,8 @@ __all__ = [
     "Fetched",
     "HostMemoryError",
     "HostPool",
+    "ListedPages",
     "NewToken",
-    "PendingFetch",
     "PoolClosedError",
     "PoolStats",
     "PooledStatistics",
@@ -27,12 +27,11 @@ __all__ = [
     "append_token",
     "assign_slots",
     "fetch_blocks",
-    "finish_fetch",
     "has_cuda",
-    "settle",
-    "start_fetch",
+    "list_blocks",
     "status",
     "store_blocks",
     "swap_in",
+    "why_not_listed",
     "write_pages",
 ]

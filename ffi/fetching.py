@@ -1,5 +1,6 @@
-"""Fetching one layer's blocks in a decode step: in one call, or in two with work between them while bytes arrive."""
+"""Fetching one layer's blocks in a decode step: copied at once, or listed for a kernel that attends meanwhile."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -7,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
-from nosa_jax.ffi.handlers import DEFAULT_CTAS, TransferList, check_call, guard
-from nosa_jax.ffi.registration import has_cuda
+from nosa_jax.ffi.handlers import DEFAULT_CTAS, check_call, guard
 
 
 class NewToken(NamedTuple):
@@ -31,16 +31,21 @@ class Fetched(NamedTuple):
     tail_slot: Int32[Array, "B K"]  # of block `fresh_from`, -1 where it is not wanted
 
 
-class PendingFetch(NamedTuple):
-    """Copies under way: what `finish_fetch` needs, since they read all of it.
+PIECE_BYTES = 2048  # a page comes in as many pieces, at most 16
 
-    late: 1 where a wanted block is being copied into its slot, 0 where it can be read already.
+
+class ListedPages(NamedTuple):
+    """Host pages to be copied, for `nosa_jax.pallas_kernels.decode_attention_while_fetching`.
+
+    late: 1 where a wanted block is among them.
+    arrived: pieces of the block that are in a slot, where it is late; 0 at first, or all where its page has a fault.
+    pages: lists of (address's low and high half, slot among all rows' and heads', 0), of n_pages entries each.
     """
 
     late: Int32[Array, "B K C"]
-    load: TransferList
-    handle: Int32[Array, "2"]
-    page_table: Int32[Array, "B M"]
+    arrived: Int32[Array, "B K S"]
+    pages: Int32[Array, "lists most 4"]
+    n_pages: Int32[Array, " lists"]
 
 
 def fetch_blocks(
@@ -77,7 +82,7 @@ def fetch_blocks(
     return Fetched(*call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)[: len(Fetched._fields)])
 
 
-def start_fetch(
+def list_blocks(
     handle: Int32[Array, "2"] | Int32[np.ndarray, "2"],
     cache: Shaped[Array, "B K S 2 P H"],
     wanted: Int32[Array, "B K C"],
@@ -91,60 +96,34 @@ def start_fetch(
     layer: int,
     n_layers: int,
     n_ctas: int = DEFAULT_CTAS,
-) -> tuple[Fetched, PendingFetch]:
-    """The first half of `fetch_blocks`: all its results are there, but blocks marked as late may still be on their way.
+) -> tuple[Fetched, ListedPages]:
+    """`fetch_blocks` but for the copies: all its results are there, and the pages that are to be copied are listed.
 
-    On a GPU the copies run on a stream beside XLA's. Until `finish_fetch`, whose cache is the one to go on with,
-    nothing may write to this one, and late slots may not be read. On the CPU everything is copied at once.
-
-    The call is kept out of captured CUDA graphs, which could end between the two halves. Arguments and errors are
-    those of `fetch_blocks`. The cache that `finish_fetch` returns must be used, or else copies would run that nobody
-    waits for.
+    For platform CUDA only, on GPUs and for sizes that `why_not_listed` accepts. Slots of late blocks hold nothing until
+    somebody has copied their pages. Arguments and errors are those of `fetch_blocks`.
     """
     args, options = _prepare(
-        "start_fetch", handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token, layer,
+        "list_blocks", handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token, layer,
         n_layers, n_ctas,
     )  # fmt: skip
-    results = (*options.pop("result_shape_dtypes"), jax.ShapeDtypeStruct(wanted.shape, jnp.int32))
-    call = jax.ffi.ffi_call("nosa_start_fetch", results, **options)
-    *got, block, slot, late = call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)
-    fetched = Fetched(*got)
-    load = TransferList(block, slot, fetched.misses)
-    return fetched, PendingFetch(late, load, args[0], page_table)
+    clusters = n_ctas // math.gcd(n_ctas, 8)
+    most = -(-wanted.shape[0] * wanted.shape[1] // clusters) * wanted.shape[2]
+    lists = (wanted.shape, slot_block.shape, (clusters, most, 4), (clusters,))
+    results = (*options.pop("result_shape_dtypes"), *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists))
+    call = jax.ffi.ffi_call("nosa_list_blocks", results, **options)
+    got = call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)
+    return Fetched(*got[: len(Fetched._fields)]), ListedPages(*got[-len(ListedPages._fields) :])
 
 
-def finish_fetch(
-    cache: Shaped[Array, "B K S 2 P H"], pending: PendingFetch, *, after: Any = ()
-) -> Shaped[Array, "B K S 2 P H"]:
-    """The second half: the cache, updated in place, with every late block in its slot.
-
-    Args:
-        cache: from `start_fetch`.
-        pending: from the same call.
-        after: arrays; the call comes after whatever computes them. What reads the cache before its late blocks are
-            there belongs here: otherwise XLA may run it later, or copy the cache for it.
-
-    Raises:
-        jax.errors.JaxRuntimeError: (on a GPU) nothing was started for this cache, or XLA copied it in between.
-    """
-    read_by_copies = jax.tree.leaves((pending, after))
-    call = jax.ffi.ffi_call(
-        "nosa_finish_fetch", jax.ShapeDtypeStruct(cache.shape, cache.dtype), input_output_aliases={0: 0}
-    )
-    return call(*guard("finish_fetch", cache, *read_by_copies))
-
-
-def settle() -> None:
-    """Wait for copies of every `start_fetch` so far whose program failed before its `finish_fetch`.
-
-    They may be writing into memory that the failed program's caches had; call it before that memory is used again.
-    Without a GPU there are none.
-    """
-    if not has_cuda():
-        return
-    from nosa_jax.ffi import _cuda
-
-    _cuda.settle()
+def why_not_listed(n_slots: int, n_blocks: int, page_bytes: int) -> str | None:
+    """Why `list_blocks` does not take tables and pages of these sizes, or None if it does."""
+    if n_slots > 512:
+        return f"{n_slots} slots are more than the 512 that a warp holds"
+    if n_blocks > 32_768:
+        return f"a map of {n_blocks} blocks leaves no shared memory"
+    if page_bytes % PIECE_BYTES:
+        return f"{PIECE_BYTES} does not divide pages of {page_bytes} bytes"
+    return None
 
 
 def _prepare(

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +10,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.config import NosaConfig
-from nosa_jax.ffi import EvictionHead, finish_fetch
+from nosa_jax.ffi import EvictionHead
 from nosa_jax.infer.compiling import step_options
 from nosa_jax.infer.frozen import FrozenModel, MergedAttention, freeze
 from nosa_jax.infer.trace import replayed_ids
 from nosa_jax.model import DecoderLayer, NosaLM
 from nosa_jax.offload.append import append_projections
+from nosa_jax.offload.arrivals import attend_while_fetching
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.residency import Residency, bring_in, write_full_blocks
 from nosa_jax.offload.state import DecodeState, LayerCache, StepCounts
-from nosa_jax.pallas_kernels import NO_BLOCK, decode_attention, decode_attention_in_two
+from nosa_jax.pallas_kernels import NO_BLOCK, decode_attention
 from nosa_jax.selection import select
 
 
@@ -163,19 +163,14 @@ def _layer_step(
     selected = block_ids
     if replayed is not None:
         selected, block_ids = jax.lax.optimization_barrier((selected, replayed[index]))  # what follows comes after it
-    # The slots go through one chain of in-place updates: this one, `finish_fetch` if it is apart, and after the last
-    # layer `write_full_blocks`.
-    cache, residency = bring_in(
-        cache, block_ids, k, v, lengths, page_table, handle, next_step, layer=index, layout=layout
-    )
     cis = cache.cis if config.uses_eviction_head(layout.attention) else None
-    args = (q, cache.slots, cis, residency.slot_ids, block_ids, lengths + 1)
-    if residency.pending is None:
-        heads = decode_attention(*args)
+    # The slots go through one chain of in-place updates: these, and after the last layer `write_full_blocks`.
+    where = (k, v, lengths, page_table, handle, next_step)
+    if layout.overlap:
+        heads, cache, residency = attend_while_fetching(q, cache, cis, block_ids, *where, layer=index, layout=layout)
     else:
-        finish = partial(finish_fetch, pending=residency.pending)
-        heads, slots = decode_attention_in_two(*args, residency.pending.late, finish)
-        cache = dataclasses.replace(cache, slots=slots)
+        cache, residency = bring_in(cache, block_ids, *where, layer=index, layout=layout)
+        heads = decode_attention(q, cache.slots, cis, residency.slot_ids, block_ids, lengths + 1)
     return layer.finish(x, heads[:, None]), cache, selected, residency
 
 

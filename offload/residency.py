@@ -7,23 +7,19 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nosa_jax.ffi import NewToken, PendingFetch, fetch_blocks, start_fetch, store_blocks
+from nosa_jax.ffi import NewToken, fetch_blocks, store_blocks
 from nosa_jax.offload.append import append_tail
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
 
 
 class Residency(NamedTuple):
-    """Where the selected blocks lie, the current one apart (-1: not selected), and what it took.
-
-    pending: the copies that are under way, for `finish_fetch`; None where every block is there.
-    """
+    """Where the selected blocks lie, the current one apart (-1: not selected), and what it took."""
 
     slot_ids: Int[Array, "B K C"]
     tail_slot: Int[Array, "B K"]
     hits: Int[Array, "B K"]
     misses: Int[Array, "B K"]
-    pending: PendingFetch | None = None
 
 
 def bring_in(
@@ -62,13 +58,9 @@ def bring_in(
     arrays = (handle, cache.slots, block_ids, cache.slot_block, cache.last_used, step, current, page_table)
     token = NewToken(k.astype(dtype), v.astype(dtype), lengths)
     n_layers = layout.config.num_layers
-    pending = None
-    if layout.overlap:
-        fetched, pending = start_fetch(*arrays, token=token, layer=layer, n_layers=n_layers)
-    else:
-        fetched = fetch_blocks(*arrays, token=token, layer=layer, n_layers=n_layers, keep_if_unused=False)
+    fetched = fetch_blocks(*arrays, token=token, layer=layer, n_layers=n_layers, keep_if_unused=False)
     cache = dataclasses.replace(cache, slots=fetched.cache, slot_block=fetched.slot_block, last_used=fetched.last_used)
-    return cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses, pending)
+    return cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses)
 
 
 def write_full_blocks(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from nosa_jax.ffi import settle
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.pallas_kernels import NO_BLOCK
 
@@ -135,13 +134,10 @@ def empty_counts(layout: CacheLayout) -> StepCounts:
 def init_state(layout: CacheLayout, handle: Int[np.ndarray, "2"] | None = None) -> DecodeState:
     """An empty cache: no row is active.
 
-    Waits for copies that a failed step may have left on their way to memory that is free now.
-
     Args:
       layout: the shapes.
       handle: `HostPool.handle` of the pool with the host pages; None when every block has a slot.
     """
-    settle()
     c = layout.config
     batch, heads = layout.max_batch, c.num_kv_heads
     dtype = jnp.dtype(c.dtype)

@@ -7,7 +7,6 @@ that chooses between them by `implementation=`.
 
 from nosa_jax.pallas_kernels.decode_attention.api import (
     decode_attention,
-    decode_attention_in_two,
     decode_attention_partial,
 )
 from nosa_jax.pallas_kernels.decode_attention.merge import Partial, merge_partials
@@ -24,7 +23,6 @@ __all__ = [
     "Implementation",
     "Partial",
     "decode_attention",
-    "decode_attention_in_two",
     "decode_attention_partial",
     "default_implementation",
     "dense_attention",

@@ -10,7 +10,5 @@ extern XLA_FFI_Handler* const kSwapInCpu;
 extern XLA_FFI_Handler* const kWritePagesCpu;
 extern XLA_FFI_Handler* const kFetchBlocksCpu;
 extern XLA_FFI_Handler* const kStoreBlocksCpu;
-extern XLA_FFI_Handler* const kStartFetchCpu;
-extern XLA_FFI_Handler* const kFinishFetchCpu;
 
 }  // namespace nosa

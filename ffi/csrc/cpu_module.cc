@@ -32,8 +32,6 @@ nb::dict Handlers() {
   handlers["nosa_write_pages"] = Capsule(kWritePagesCpu);
   handlers["nosa_fetch_blocks"] = Capsule(kFetchBlocksCpu);
   handlers["nosa_store_blocks"] = Capsule(kStoreBlocksCpu);
-  handlers["nosa_start_fetch"] = Capsule(kStartFetchCpu);
-  handlers["nosa_finish_fetch"] = Capsule(kFinishFetchCpu);
   return handlers;
 }
 

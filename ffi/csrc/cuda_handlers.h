@@ -11,8 +11,7 @@ extern XLA_FFI_Handler* const kSwapInCuda;
 extern XLA_FFI_Handler* const kWritePagesCuda;
 extern XLA_FFI_Handler* const kFetchBlocksCuda;
 extern XLA_FFI_Handler* const kStoreBlocksCuda;
-extern XLA_FFI_Handler* const kStartFetchCuda;
-extern XLA_FFI_Handler* const kFinishFetchCuda;
+extern XLA_FFI_Handler* const kListBlocksCuda;
 
 // Load the kernels into the calling thread's device now: the first launch may happen while a graph is captured, where
 // loading can fail.

@@ -16,7 +16,6 @@
 
 #include "cuda_handlers.h"
 #include "cuda_pool.h"
-#include "side_stream.h"
 
 namespace nb = nanobind;
 
@@ -245,10 +244,6 @@ NB_MODULE(_cuda, m) {
       .def("renew", &PinnedPool::Renew, nb::call_guard<nb::gil_scoped_release>())
       .def("counts", &CountsOf);
   m.def("take_fault", &TakeFault);
-  m.def("settle", [] {
-    const nb::gil_scoped_release released;
-    if (const Problem problem = SettleBeside(); !problem.empty()) throw std::runtime_error(problem);
-  });
   m.def("load_append_kernels", [](int device) {
     const OnDevice current(device);
     Require(current.status, "CUDA device " + std::to_string(device));
@@ -262,8 +257,7 @@ NB_MODULE(_cuda, m) {
     handlers["nosa_write_pages"] = Capsule(kWritePagesCuda);
     handlers["nosa_fetch_blocks"] = Capsule(kFetchBlocksCuda);
     handlers["nosa_store_blocks"] = Capsule(kStoreBlocksCuda);
-    handlers["nosa_start_fetch"] = Capsule(kStartFetchCuda);
-    handlers["nosa_finish_fetch"] = Capsule(kFinishFetchCuda);
+    handlers["nosa_list_blocks"] = Capsule(kListBlocksCuda);
     return handlers;
   });
 }

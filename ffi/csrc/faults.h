@@ -9,7 +9,7 @@
 
 namespace nosa {
 
-enum class Caller : int32_t { kSwapIn, kWritePages, kFetchBlocks, kStoreBlocks, kStartFetch };
+enum class Caller : int32_t { kSwapIn, kWritePages, kFetchBlocks, kStoreBlocks, kListBlocks };
 
 inline const char* NameOf(Caller caller) {
   switch (caller) {
@@ -17,7 +17,7 @@ inline const char* NameOf(Caller caller) {
     case Caller::kWritePages: return "write_pages";
     case Caller::kFetchBlocks: return "fetch_blocks";
     case Caller::kStoreBlocks: return "store_blocks";
-    case Caller::kStartFetch: return "start_fetch";
+    case Caller::kListBlocks: return "list_blocks";
   }
   return "unknown handler";
 }

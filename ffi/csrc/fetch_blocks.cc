@@ -1,5 +1,4 @@
-// fetch_blocks on the CPU: assign_slots and swap_in of one layer in one call, and the new token. start_fetch does the
-// same at once, and finish_fetch nothing.
+// fetch_blocks on the CPU: assign_slots and swap_in of one layer in one call, and the new token.
 #include <algorithm>
 
 #include "cpu_handlers.h"
@@ -25,27 +24,14 @@ void WriteToken(const TransferSizes& sizes, const TokenSizes& token_sizes, const
   }
 }
 
-// Marks the wanted entries whose block was loaded.
-void MarkLate(const TransferSizes& sizes, const int32_t* slot_ids, const int32_t* load_slot, const int32_t* loads,
-              int32_t* late) {
-  for (int64_t h = 0; h < sizes.rows * sizes.heads; ++h) {
-    const int32_t* const loaded = load_slot + h * sizes.entries;
-    for (int64_t j = h * sizes.entries; j < (h + 1) * sizes.entries; ++j) {
-      late[j] = std::find(loaded, loaded + loads[h], slot_ids[j]) != loaded + loads[h];
-    }
-  }
-}
-
-// `Late` is the result that start_fetch has more than fetch_blocks.
-template <typename... Late>
 ffi::Error Fetch(Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted, Int32Buffer3 slot_block,
                  Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step, Int32Buffer1 fresh_from,
                  Int32Buffer2 page_table, std::optional<ffi::AnyBuffer> k, std::optional<ffi::AnyBuffer> v,
                  std::optional<Int32Buffer1> position, ffi::Result<ffi::AnyBuffer> new_cache, Int32Result3 slot_ids,
                  Int32Result3 new_slot_block, Int32Result3 new_last_used, Int32Result2 hits, Int32Result2 misses,
                  Int32Result2 tail_slot, Int32Result3 load_block, Int32Result3 load_slot, int64_t layer,
-                 int64_t n_layers, int64_t /*n_ctas*/, Late... late) {
-  constexpr Caller caller = sizeof...(Late) == 0 ? Caller::kFetchBlocks : Caller::kStartFetch;
+                 int64_t n_layers, int64_t /*n_ctas*/) {
+  constexpr Caller caller = Caller::kFetchBlocks;
   const Token token{k, v, position};
   AssignSizes assign{};
   TransferSizes transfer{};
@@ -62,7 +48,6 @@ ffi::Error Fetch(Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted,
                   new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
                   load_slot->typed_data(), misses->typed_data(), hits->typed_data(), misses->typed_data(),
                   tail_slot->typed_data()});
-  (MarkLate(transfer, slot_ids->typed_data(), load_slot->typed_data(), misses->typed_data(), late->typed_data()), ...);
   auto* const slots = static_cast<std::byte*>(new_cache->untyped_data());
   auto error = MovePages(caller, {handle.typed_data()[0], handle.typed_data()[1]},
                          {{transfer, load_block->typed_data(), load_slot->typed_data(), misses->typed_data(),
@@ -71,19 +56,10 @@ ffi::Error Fetch(Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted,
   return error;
 }
 
-ffi::Error FinishFetch(ffi::AnyBuffer cache, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result) {
-  CopyUnlessAliased(cache, *result);
-  return ffi::Error::Success();
-}
-
-XLA_FFI_DEFINE_HANDLER(kFetch, Fetch<>, BindFetch(ffi::Ffi::Bind()));
-XLA_FFI_DEFINE_HANDLER(kStart, Fetch<Int32Result3>, BindStart(ffi::Ffi::Bind()));
-XLA_FFI_DEFINE_HANDLER(kFinish, FinishFetch, BindFinish(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(kFetch, Fetch, BindFetch(ffi::Ffi::Bind()));
 
 }  // namespace
 
 XLA_FFI_Handler* const kFetchBlocksCpu = kFetch;
-XLA_FFI_Handler* const kStartFetchCpu = kStart;
-XLA_FFI_Handler* const kFinishFetchCpu = kFinish;
 
 }  // namespace nosa

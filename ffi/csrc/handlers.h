@@ -244,18 +244,14 @@ auto BindFetch(Binding&& binding) {
       .template Attr<int64_t>("n_ctas");
 }
 
-// As fetch_blocks, with one result more.
+// As fetch_blocks, with lists of pages instead of copies.
 template <typename Binding>
-auto BindStart(Binding&& binding) {
-  return BindFetch(std::forward<Binding>(binding)).template Ret<Int32Buffer3>();  // late [B, K, C]
-}
-
-template <typename Binding>
-auto BindFinish(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Arg<ffi::AnyBuffer>()  // cache, aliased
-      .RemainingArgs()                 // what the copies read, and what must come before; not looked at here
-      .template Ret<ffi::AnyBuffer>();
+auto BindList(Binding&& binding) {
+  return BindFetch(std::forward<Binding>(binding))
+      .template Ret<Int32Buffer3>()   // late [B, K, C]
+      .template Ret<Int32Buffer3>()   // arrived [B, K, S]
+      .template Ret<Int32Buffer3>()   // pages [clusters, capacity, 4]
+      .template Ret<Int32Buffer1>();  // n_pages [clusters]
 }
 
 template <typename Binding>

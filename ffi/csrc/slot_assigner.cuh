@@ -103,16 +103,13 @@ class SlotAssigner {
     return tail;
   }
 
-  // Writes what Assign left to be loaded, as lists of blocks and slots, and which wanted entries that concerns.
-  __device__ void WriteLoads(int32_t* load_block, int32_t* load_slot, int32_t* late) const {
-    const int64_t first = pair_ * tables_.n_wanted;
+  // Writes which wanted entries are on the list that Assign left.
+  __device__ void WriteLate(int32_t* late) const {
 #pragma unroll
     for (int i = 0; i < kWants; ++i) {
       const int32_t at = i * kLanes + lane_;
       if (at >= tables_.n_wanted) continue;
-      late[first + at] = static_cast<int32_t>((missing_ >> i & 1) != 0 && want_[i] < fresh_from_);
-      load_block[first + at] = at < n_loads_ ? list_[at].x : -1;
-      load_slot[first + at] = at < n_loads_ ? list_[at].y : -1;
+      late[pair_ * tables_.n_wanted + at] = static_cast<int32_t>((missing_ >> i & 1) != 0 && want_[i] < fresh_from_);
     }
   }
 

@@ -87,33 +87,11 @@ class PairToken {
   uint4 first_{};
 };
 
-// For tables that one warp cannot hold, after their assignment: the token into slot tail_slot[pair], and, where `late`
-// is not null, which wanted entries are in the load lists. One warp for each of the pairs.
-struct AfterAssignArgs {
-  TokenArgs token;
-  const int32_t* tail_slot;
-  const int32_t* slot_ids;
-  const int32_t* load_slot;
-  const int32_t* misses;
-  int32_t* late;
-  int32_t heads, n_wanted;
-};
-
-static __global__ void __launch_bounds__(kLanes) AfterAssignKernel(const __grid_constant__ AfterAssignArgs args) {
+// For tables that one warp cannot hold, after their assignment: the token into slot tail_slot[pair].
+static __global__ void __launch_bounds__(kLanes) TokenKernel(const __grid_constant__ TokenArgs args,
+                                                             const int32_t* tail_slot, int32_t heads) {
   const int64_t pair = blockIdx.x;
-  PairToken(args.token, pair, static_cast<uint32_t>(pair) / static_cast<uint32_t>(args.heads))
-      .Write(args.tail_slot[pair]);
-  if (args.late == nullptr) return;
-  const int64_t first = pair * args.n_wanted;
-  const int32_t n_loads = args.misses[pair];
-  for (int32_t j = static_cast<int32_t>(threadIdx.x); j < args.n_wanted; j += kLanes) {
-    const int32_t slot = args.slot_ids[first + j];
-    int32_t late = 0;
-    for (int32_t entry = 0; entry < n_loads; ++entry) {
-      if (args.load_slot[first + entry] == slot) late = 1;
-    }
-    args.late[first + j] = late;
-  }
+  PairToken(args, pair, static_cast<uint32_t>(pair) / static_cast<uint32_t>(heads)).Write(tail_slot[pair]);
 }
 
 }  // namespace nosa

@@ -9,7 +9,6 @@
 #include "cuda_pool.h"
 #include "fetch_kernel.cuh"
 #include "handlers.h"
-#include "side_stream.h"
 #include "store_kernel.cuh"
 #include "transfer_kernel.cuh"
 
@@ -91,13 +90,32 @@ bool HasClusters() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
-ffi::Error Failure(Caller caller, const Problem& problem) {
-  if (problem.empty()) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(NameOf(caller)) + ": " + problem);
+// Where list_blocks leaves its lists: late [B, K, C], arrived [B, K, S], pages [clusters, capacity, 4], n_pages [clusters].
+ffi::Error ReadPageLists(const TransferSizes& sizes, int64_t n_ctas, Int32Result3 late, Int32Result3 arrived,
+                         Int32Result3 pages, ffi::Result<Int32Buffer1> n_pages, PageLists* lists) {
+  const int64_t clusters = n_ctas / ClusterSize(n_ctas), pairs = sizes.rows * sizes.heads;
+  const int64_t capacity = (pairs + clusters - 1) / clusters * sizes.entries;
+  const auto dims = pages->dimensions();
+  if (dims[0] != clusters || dims[1] < capacity || dims[2] != 4 || n_pages->dimensions()[0] != clusters) {
+    return InvalidArgument(Caller::kListBlocks, "pages must be int32[" + std::to_string(clusters) + ", " +
+                                                    std::to_string(capacity) + ", 4]");
+  }
+  constexpr int64_t kPieceBytes = 2048;  // of one piece, or a multiple where that makes more than 16 of a page
+  if (sizes.page_bytes % kPieceBytes != 0) {
+    return InvalidArgument(Caller::kListBlocks, std::to_string(kPieceBytes) + " must divide the page size");
+  }
+  const auto pieces = static_cast<int32_t>(std::min<int64_t>(16, sizes.page_bytes / kPieceBytes));
+  *lists = {late->typed_data(),
+            arrived->typed_data(),
+            reinterpret_cast<uint4*>(pages->typed_data()),
+            n_pages->typed_data(),
+            dims[1],
+            pieces};
+  return ffi::Error::Success();
 }
 
-// fetch_blocks, or with one result more, `late`, start_fetch: its copies go to a stream beside XLA's.
-template <typename... Late>
+// fetch_blocks, or with four results more list_blocks: it lists the pages instead of copying them.
+template <typename... Lists>
 ffi::Error Fetch(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache, Int32Buffer3 wanted,
                  Int32Buffer3 slot_block, Int32Buffer3 last_used, ffi::Buffer<ffi::S32, 0> step,
                  Int32Buffer1 fresh_from, Int32Buffer2 page_table, std::optional<ffi::AnyBuffer> k,
@@ -105,9 +123,9 @@ ffi::Error Fetch(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache,
                  ffi::Result<ffi::AnyBuffer> new_cache, Int32Result3 slot_ids, Int32Result3 new_slot_block,
                  Int32Result3 new_last_used, Int32Result2 hits, Int32Result2 misses, Int32Result2 tail_slot,
                  Int32Result3 load_block, Int32Result3 load_slot, int64_t layer, int64_t n_layers, int64_t n_ctas,
-                 Late... late) {
-  constexpr bool starts = sizeof...(Late) == 1;
-  constexpr Caller caller = starts ? Caller::kStartFetch : Caller::kFetchBlocks;
+                 Lists... lists) {
+  constexpr bool lists_pages = sizeof...(Lists) > 0;
+  constexpr Caller caller = lists_pages ? Caller::kListBlocks : Caller::kFetchBlocks;
   const Token token{k, v, position};
   AssignSizes assign{};
   TransferSizes sizes{};
@@ -127,48 +145,31 @@ ffi::Error Fetch(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache,
                           new_last_used->typed_data(), hits->typed_data(),         misses->typed_data(),
                           tail_slot->typed_data()};
   const TokenArgs token_args = MakeTokenArgs(token, token_sizes, sizes, slots);
-  if (!starts && FitsFetchKernel(sizes) && HasClusters()) {
-    LaunchFetch({transfer, tables, token_args}, n_ctas, stream);
+  const bool fits = FitsFetchKernel(sizes) && HasClusters();
+  if constexpr (lists_pages) {
+    if (!fits) return InvalidArgument(caller, "tables or pages of these sizes take fetch_blocks");
+    PageLists page_lists{};
+    if (error = ReadPageLists(sizes, n_ctas, lists..., &page_lists); error.failure()) return error;
+    LaunchFetch<true>({transfer, tables, token_args, page_lists}, n_ctas, stream);
     return LastError(caller);
   }
-  int32_t* const late_entries = [&]() -> int32_t* {
-    if constexpr (starts) return (late->typed_data(), ...);
-    return nullptr;
-  }();
-  if (starts && FitsAssigner(sizes)) {
-    LaunchStart({tables, token_args, load_block->typed_data(), load_slot->typed_data(), late_entries}, sizes, stream);
-  } else {
-    error = LaunchAssign(NameOf(caller),
-                         {wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
-                          new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
-                          load_slot->typed_data(), misses->typed_data(), hits->typed_data(), misses->typed_data(),
-                          tail_slot->typed_data(), assign},
-                         stream);
-    if (error.failure()) return error;
-    AfterAssignKernel<<<static_cast<unsigned>(sizes.rows * sizes.heads), kLanes, 0, stream>>>(
-        {token_args, tail_slot->typed_data(), slot_ids->typed_data(), load_slot->typed_data(), misses->typed_data(),
-         late_entries, static_cast<int32_t>(sizes.heads), static_cast<int32_t>(sizes.entries)});
+  if (fits) {
+    LaunchFetch<false>({transfer, tables, token_args, {}}, n_ctas, stream);
+    return LastError(caller);
   }
+  error = LaunchAssign(NameOf(caller),
+                       {wanted.typed_data(), step.typed_data(), fresh_from.typed_data(), slot_ids->typed_data(),
+                        new_slot_block->typed_data(), new_last_used->typed_data(), load_block->typed_data(),
+                        load_slot->typed_data(), misses->typed_data(), hits->typed_data(), misses->typed_data(),
+                        tail_slot->typed_data(), assign},
+                       stream);
+  if (error.failure()) return error;
+  TokenKernel<<<static_cast<unsigned>(sizes.rows * sizes.heads), kLanes, 0, stream>>>(
+      token_args, tail_slot->typed_data(), static_cast<int32_t>(sizes.heads));
   error = LastError(caller);
   if (error.failure()) return error;
-  if (!starts) {
-    LaunchTransfer<false>(transfer, n_ctas, stream);
-    return LastError(caller);
-  }
-  return Failure(caller, StartBeside(stream, slots, [&](cudaStream_t beside) -> Problem {
-                   LaunchTransfer<false>(transfer, n_ctas, beside);
-                   const cudaError_t status = cudaGetLastError();
-                   return status == cudaSuccess ? Problem{} : cudaGetErrorString(status);
-                 }));
-}
-
-ffi::Error FinishFetch(cudaStream_t stream, ffi::AnyBuffer cache, ffi::RemainingArgs,
-                       ffi::Result<ffi::AnyBuffer> result) {
-  if (cache.size_bytes() == 0) return ffi::Error::Success();
-  const Problem problem = FinishBeside(stream, cache.untyped_data());
-  if (!problem.empty()) return ffi::Error::Internal("finish_fetch: " + problem);
-  CopyUnlessAliased(cache, *result, stream);  // after the copies
-  return ffi::Error::Success();
+  LaunchTransfer<false>(transfer, n_ctas, stream);
+  return LastError(caller);
 }
 
 ffi::Error StoreBlocks(cudaStream_t stream, Int32Buffer1 handle, Int32Buffer1 block, PredBuffer1 full,
@@ -212,11 +213,9 @@ XLA_FFI_DEFINE_HANDLER(kWritePages, Transfer<true>,
 XLA_FFI_DEFINE_HANDLER(kFetchBlocks, Fetch<>,
                        BindFetch(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
-// Not for captured graphs: where a graph ends between the two, what one forks the other cannot join.
-XLA_FFI_DEFINE_HANDLER(kStartFetch, Fetch<Int32Result3>,
-                       BindStart(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()));
-XLA_FFI_DEFINE_HANDLER(kFinishFetch, FinishFetch,
-                       BindFinish(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()));
+XLA_FFI_DEFINE_HANDLER(kListBlocks, (Fetch<Int32Result3, Int32Result3, Int32Result3, ffi::Result<Int32Buffer1>>),
+                       BindList(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kStoreBlocks, StoreBlocks,
                        BindStore(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -257,20 +256,19 @@ void LoadTransferKernels() {
   cudaFuncGetAttributes(&unused, StoreKernel<uint4>);
   cudaFuncGetAttributes(&unused, StoreKernel<unsigned int>);
   cudaFuncGetAttributes(&unused, StoreKernel<unsigned char>);
-  cudaFuncGetAttributes(&unused, FetchKernel<2, 4>);
-  cudaFuncGetAttributes(&unused, FetchKernel<2, 8>);
-  cudaFuncGetAttributes(&unused, FetchKernel<kMostPerLane, kMostPerLane>);
-  cudaFuncGetAttributes(&unused, StartKernel<2, 4>);
-  cudaFuncGetAttributes(&unused, StartKernel<2, 8>);
-  cudaFuncGetAttributes(&unused, StartKernel<kMostPerLane, kMostPerLane>);
-  cudaFuncGetAttributes(&unused, AfterAssignKernel);
+  cudaFuncGetAttributes(&unused, FetchKernel<2, 4, false>);
+  cudaFuncGetAttributes(&unused, FetchKernel<2, 8, false>);
+  cudaFuncGetAttributes(&unused, FetchKernel<kMostPerLane, kMostPerLane, false>);
+  cudaFuncGetAttributes(&unused, FetchKernel<2, 4, true>);
+  cudaFuncGetAttributes(&unused, FetchKernel<2, 8, true>);
+  cudaFuncGetAttributes(&unused, FetchKernel<kMostPerLane, kMostPerLane, true>);
+  cudaFuncGetAttributes(&unused, TokenKernel);
 }
 
 XLA_FFI_Handler* const kSwapInCuda = kSwapIn;
 XLA_FFI_Handler* const kWritePagesCuda = kWritePages;
 XLA_FFI_Handler* const kFetchBlocksCuda = kFetchBlocks;
 XLA_FFI_Handler* const kStoreBlocksCuda = kStoreBlocks;
-XLA_FFI_Handler* const kStartFetchCuda = kStartFetch;
-XLA_FFI_Handler* const kFinishFetchCuda = kFinishFetch;
+XLA_FFI_Handler* const kListBlocksCuda = kListBlocks;
 
 }  // namespace nosa

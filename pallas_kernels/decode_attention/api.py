@@ -1,10 +1,5 @@
 """Public attention over selected cache slots."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-import jax
 from jaxtyping import Array, Float, Int
 
 from nosa_jax.pallas_kernels import dispatch
@@ -78,51 +73,5 @@ def decode_attention_partial(
         reference=reference.decode_attention_partial,
         xla=reference.decode_attention_partial,
         mosaic_gpu=mosaic_gpu.decode_attention_partial,
-        unsupported=mosaic_gpu.unsupported(*args),
-    )
-
-
-def decode_attention_in_two(
-    q: Float[Array, "B N H"],
-    slots: Float[Array, "B K slots 2 P H"],
-    cis: Float[Array, "B K M P"] | None,
-    slot_ids: Int[Array, "B K C"],
-    block_ids: Int[Array, "B K C"],
-    lengths: Int[Array, "B"],
-    late: Int[Array, "B K C"],
-    finish: Callable[..., jax.Array],
-    *,
-    implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "B N H"], Float[Array, "B K slots 2 P H"]]:
-    """`decode_attention`, begun while some of the slots are still being filled: the same bits (docs/04).
-
-    Where the kernel runs, the parts of each list that have no late entry come first, then `finish`, then the other
-    parts; all are merged in their usual order. Elsewhere everything comes after `finish`.
-
-    Args:
-      late: 1 where an entry's slot is being filled, 0 where it can be read already.
-      finish: called as `finish(slots, after=arrays)`; gives the slots with the late ones filled, by an operation that
-        runs after those arrays are computed.
-      q, slots, cis, slot_ids, block_ids, lengths, implementation: as for `decode_attention`.
-
-    Returns: what `decode_attention` returns for the filled slots, and those slots.
-
-    Raises:
-      NotImplementedError: the named implementation does not exist for this operation, or not for these arguments.
-    """
-
-    def at_once(q: jax.Array, slots: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
-        *lists, _late = rest
-        filled = finish(slots, after=())
-        return reference.decode_attention(q, filled, *lists), filled
-
-    args = (q, slots, cis, slot_ids, block_ids, lengths)
-    return dispatch.run(
-        "decode_attention_in_two",
-        implementation,
-        (*args, late),
-        reference=at_once,
-        xla=at_once,
-        mosaic_gpu=partial(mosaic_gpu.decode_attention_in_two, finish=finish),
         unsupported=mosaic_gpu.unsupported(*args),
     )

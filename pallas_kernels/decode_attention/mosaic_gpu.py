@@ -1,6 +1,5 @@
 """Attention of one query per row over cache slots, by Mosaic GPU kernels for Hopper: splits, then their merge."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -9,10 +8,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nosa_jax.pallas_kernels.decode_attention.merge import Partial, merge_partials
 from nosa_jax.pallas_kernels.decode_attention.mosaic_merge import merge_splits
-from nosa_jax.pallas_kernels.decode_attention.mosaic_splits import Splits, attend_splits
+from nosa_jax.pallas_kernels.decode_attention.mosaic_splits import Arriving, Splits, attend_splits
 from nosa_jax.pallas_kernels.decode_attention.plan import ROWS, Plan, plan_for, unsupported
 
-__all__ = ["decode_attention", "decode_attention_in_two", "decode_attention_partial", "unsupported"]
+__all__ = ["decode_attention", "decode_attention_partial", "decode_attention_while_fetching", "unsupported"]
 
 
 def decode_attention(
@@ -27,32 +26,26 @@ def decode_attention(
 ) -> jax.Array:
     """[B, N, H] in the dtype of q; as `reference.decode_attention`, with float32 logits, softmax and sums."""
     plan = _plan(q, slots, slot_ids)
-    splits = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret)
+    splits, _ = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret)
     return _merged(splits, q, slots, plan, interpret)
 
 
-def decode_attention_in_two(
+def decode_attention_while_fetching(
     q: jax.Array,
     slots: jax.Array,
     cis: jax.Array | None,
     slot_ids: jax.Array,
     block_ids: jax.Array,
     lengths: jax.Array,
-    late: jax.Array,
-    *,
-    finish: Callable[..., jax.Array],
-    interpret: plgpu.InterpretGPUParams | None = None,
+    arriving: Arriving,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode_attention` and the filled slots: splits without late entries, `finish`, the other splits, the merge.
+    """`decode_attention` and the filled slots; late blocks are copied from host pages by the same launch.
 
-    A split is computed whole, before or after, by the same operations as at once. So it has the same bits, and so has
-    the merge of all of them.
+    The interpreter cannot run it.
     """
     plan = _plan(q, slots, slot_ids)
-    early = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret, late)
-    slots = finish(slots, after=early)
-    splits = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret, late, early)
-    return _merged(splits, q, slots, plan, interpret), slots
+    splits, slots = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, None, arriving)
+    return _merged(splits, q, slots, plan, None), slots
 
 
 def decode_attention_partial(
@@ -67,7 +60,8 @@ def decode_attention_partial(
 ) -> Partial:
     """Out [B, N, H] and lse [B, N], float32; as `reference.decode_attention_partial`."""
     plan = _plan(q, slots, slot_ids)
-    merged = _merged_partials(_attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret), plan)
+    splits, _ = _attend(q, slots, cis, slot_ids, block_ids, lengths, plan, interpret)
+    merged = _merged_partials(splits, plan)
     return Partial(_heads(merged.out, q, slots), _heads(merged.lse[..., None], q, slots)[..., 0])
 
 
@@ -108,9 +102,8 @@ def _attend(
     lengths: jax.Array,
     plan: Plan,
     interpret: plgpu.InterpretGPUParams | None,
-    late: jax.Array | None = None,
-    early: Splits | None = None,
-) -> Splits:
+    arriving: Arriving | None = None,
+) -> tuple[Splits, jax.Array]:
     """Pad what the kernel takes in whole tiles, and run it."""
     pairs, group, head_dim = q.shape[0] * slots.shape[1], q.shape[1] // slots.shape[1], q.shape[2]
     padding = ((0, 0), (0, 0), (0, -slot_ids.shape[2] % plan.align))
@@ -120,6 +113,6 @@ def _attend(
         cis = jnp.take_along_axis(cis, jnp.maximum(block_ids, 0)[..., None], axis=2)
     rows = jnp.pad(q.reshape(pairs, group, head_dim), ((0, 0), (0, plan.rows - group), (0, 0))).reshape(-1, head_dim)
     rows = jnp.pad(rows, ((0, max(0, ROWS - rows.shape[0])), (0, 0)))
-    if late is not None:
-        late = jnp.pad(late, ((0, 0), (0, 0), (0, plan.splits * plan.entries - late.shape[2])))
-    return attend_splits(rows, slots, cis, slot_ids, block_ids, lengths, late, early, plan, interpret)
+    if arriving is not None:
+        arriving = arriving._replace(late=jnp.pad(arriving.late, padding))
+    return attend_splits(rows, slots, cis, slot_ids, block_ids, lengths, arriving, plan, interpret)

@@ -5,6 +5,9 @@ copies keys, values and biases into shared memory a tile of 64 tokens at a time,
 on, and keeps an online softmax over the query heads of the group. Entries that are padding, or that hold no visible
 token, cost neither a copy nor arithmetic. The splits of a row are merged afterwards, always in the same order.
 
+Blocks may still be in host memory when the kernel begins: its first programs then copy them, and a program waits where
+it comes to one (`mosaic_arrivals.py`). What is computed, and in which order, is the same.
+
 The work is bound by the bytes of the selected blocks: the 64 rows of a wgmma hold the few query heads of one group
 and are mostly empty, which leaves the tensor cores far from busy.
 """
@@ -19,10 +22,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import copy_pieces, pieces_of, wait_for_page
 from nosa_jax.pallas_kernels.decode_attention.plan import FLOOR, ROWS, TILE, Plan
 
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
+
+
+class Arriving(NamedTuple):
+    """Blocks on their way, as `nosa_jax.ffi.list_blocks` gives them."""
+
+    late: jax.Array
+    arrived: jax.Array
+    pages: jax.Array
+    n_pages: jax.Array
 
 
 class Splits(NamedTuple):
@@ -41,18 +54,17 @@ def attend_splits(
     slot_ids: jax.Array,
     block_ids: jax.Array,
     lengths: jax.Array,
-    late: jax.Array | None,
-    early: Splits | None,
+    arriving: Arriving | None,
     plan: Plan,
     interpret: plgpu.InterpretGPUParams | None,
-) -> Splits:
+) -> tuple[Splits, jax.Array]:
     """Run the kernel.
 
     Args:
       q: rows of query heads, padded per KV head, and at least as many as a wgmma has.
-      late: [B, K, splits * entries], 1 for entries whose slot is being filled; None if there are none.
-      early: what this function gave for the same `late` before the slots were filled, to be completed now; None
-        to compute the splits without late entries, and leave the others undefined. Without `late`, all are computed.
+      arriving: blocks to be copied into their slots meanwhile; its `late` is padded as the lists are.
+
+    Returns: the splits, and the slots, with every block in its own.
     """
     batch, n_kv, n_slots, _, block, head_dim = slots.shape
     n_entries, dtype, stages = slot_ids.shape[2], slots.dtype, plan.stages
@@ -65,20 +77,32 @@ def attend_splits(
     # an H200 with heads of 64; with heads of 128 it is right).
     from_registers = interpret is None and columns != TILE
 
-    arrays = [q, slots.reshape(-1, head_dim)]
-    if cis is not None:
-        arrays.append(cis.reshape(-1, TILE))
-        bias_rows = arrays[-1].shape[0] // (batch * n_kv)
-    arrays += [slot_ids.reshape(-1), block_ids.reshape(-1), lengths]
-    if late is not None:
-        arrays.append(late.reshape(-1))
+    page_bytes = 2 * block * head_dim * dtype.itemsize
+    copiers = 0 if arriving is None else pieces_of(page_bytes)
+    rows = slots.reshape(-1, head_dim)
+    biases = None if cis is None else cis.reshape(-1, TILE)
+    bias_rows = 0 if biases is None else biases.shape[0] // (batch * n_kv)
+    arrays: dict[str, Any] = {"q": q, "bias": biases}
+    arrays |= {"slot": slot_ids.reshape(-1), "block": block_ids.reshape(-1), "length": lengths}
+    if arriving is None:
+        arrays["kv"] = rows
+    else:
+        arrays |= {"late": arriving.late.reshape(-1), "pages": arriving.pages, "n_pages": arriving.n_pages}
+        arrays |= {"kv": jax.new_ref(rows), "arrived": jax.new_ref(arriving.arrived.reshape(-1))}  # updated in place
+    arrays = {name: array for name, array in arrays.items() if array is not None}
 
-    def decode_attention_splits(q_ref, kv_ref, *refs):
-        bias_ref = refs[0] if cis is not None else None
-        late_ref = refs[-3] if late is not None else None
-        slot_ref, block_ref, length_ref = refs[cis is not None :][:3]
-        out_ref, lse_ref = refs[-2:]
-        pair, split = lax.axis_index("pair"), lax.axis_index("split")
+    def decode_attention_splits(*refs):
+        *inputs, out_ref, lse_ref = refs
+        named = dict(zip(arrays, inputs, strict=True))
+        q_ref, kv_ref, bias_ref = named["q"], named["kv"], named.get("bias")
+        slot_ref, block_ref, length_ref = named["slot"], named["block"], named["length"]
+        late_ref, arrived_ref = named.get("late"), named.get("arrived")
+        if copiers:
+            program = lax.axis_index("program")
+            number = program - copiers
+            pair, split = lax.div(number, jnp.int32(plan.splits)), lax.rem(number, jnp.int32(plan.splits))
+        else:
+            pair, split = lax.axis_index("pair"), lax.axis_index("split")
 
         def attend_split():
             length = length_ref[lax.div(pair, jnp.int32(n_kv))]
@@ -88,20 +112,21 @@ def attend_splits(
             first_row = jnp.minimum(pair * plan.rows, q.shape[0] - ROWS)  # 64 rows that exist, the group's among them
 
             def ids_of(step):
-                """(slot, block) of each piece of a tile; of the last tile where the step is past it."""
+                """(slot, block, late) of each piece of a tile; of the last tile where the step is past it."""
                 first = jnp.minimum(step, steps - 1) * pieces
                 at = [pair * n_entries + begin + lax.div(first + i, jnp.int32(parts)) for i in range(pieces)]
-                return tuple((slot_ref[a], block_ref[a]) for a in at)
+                nothing = jnp.int32(0)
+                return tuple((slot_ref[a], block_ref[a], nothing if late_ref is None else late_ref[a]) for a in at)
 
             def part_of(step, i):
                 return lax.rem(step * pieces + i, jnp.int32(parts))
 
             def seen_of(step, ids):
                 """Visible tokens of each piece, at most 0 if there are none; more than a piece if all are."""
-                seen = [length - block_id * block - part_of(step, i) * piece for i, (_, block_id) in enumerate(ids)]
+                seen = [length - block_id * block - part_of(step, i) * piece for i, (_, block_id, _) in enumerate(ids)]
                 # Compared as a block, since the first token of a very large id overflows.
                 there = step < steps
-                exists = [(slot >= 0) & (block_id >= 0) & (block_id < blocks) & there for slot, block_id in ids]
+                exists = [(slot >= 0) & (block_id >= 0) & (block_id < blocks) & there for slot, block_id, _ in ids]
                 return tuple(jnp.where(e, s, 0) for e, s in zip(exists, seen, strict=True))
 
             def any_of(conditions):
@@ -122,10 +147,13 @@ def attend_splits(
 
                     @pl.when(any_of([s > 0 for s in seen]))
                     def _():
-                        for i, (slot, _) in enumerate(ids):
+                        for i, (slot, _, late) in enumerate(ids):
                             to = pl.ds(i * piece, piece)
 
-                            def copy(slot=slot, to=to, i=i):
+                            def copy(slot=slot, late=late, to=to, i=i):
+                                if arrived_ref is not None:
+                                    count = arrived_ref.at[pl.ds(pair * n_slots + slot, 1)]
+                                    pl.when(late != 0)(partial(wait_for_page, count, copiers))
                                 row = (pair * n_slots + slot) * (2 * block) + part_of(step, i) * piece
                                 keys, values = kv_ref.at[pl.ds(row, piece)], kv_ref.at[pl.ds(row + block, piece)]
                                 plgpu.copy_gmem_to_smem(keys, k_smem.at[stage, to], barrier)
@@ -242,41 +270,27 @@ def attend_splits(
 
             pl.run_scoped(store, _swizzled((ROWS, head_dim), jnp.float32), plgpu.SMEM((ROWS,), jnp.float32))
 
-        if late is None:
-            attend_split()
+        if copiers:
+            pl.when(program >= copiers)(attend_split)
+            copy = partial(copy_pieces, named["pages"], named["n_pages"], kv_ref, arrived_ref, page_bytes)
+            pl.when(program < copiers)(copy)
         else:
-            pl.when(_any_late(late_ref, pair * plan.splits + split, plan.entries) == (early is not None))(attend_split)
+            attend_split()
 
     n_programs = batch * n_kv * plan.splits
-    results = (
-        jax.ShapeDtypeStruct((n_programs * plan.rows, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((n_programs, plan.rows), jnp.float32),
-    )
     run = plgpu.kernel(
         decode_attention_splits,
-        out_type=results if early is None else (),
-        grid=(batch * n_kv, plan.splits),
-        grid_names=("pair", "split"),
+        out_type=(
+            jax.ShapeDtypeStruct((n_programs * plan.rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((n_programs, plan.rows), jnp.float32),
+        ),
+        grid=(copiers + n_programs,) if copiers else (batch * n_kv, plan.splits),
+        grid_names=("program",) if copiers else ("pair", "split"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    if early is None:
-        return Splits(*run(*arrays))
-    out, lse = jax.new_ref(early.out), jax.new_ref(early.lse)  # updated in place
-    run(*arrays, out, lse)
-    return Splits(jax.freeze(out), jax.freeze(lse))
-
-
-def _any_late(late_ref: Any, program: jax.Array, entries: int) -> jax.Array:
-    """Whether an entry of a program's split is late; 16 flags are asked for at a time."""
-
-    def look(step: jax.Array, found: jax.Array) -> jax.Array:
-        first = program * entries + step * 16
-        return reduce(jnp.bitwise_or, [late_ref[first + i] for i in range(16)], found)
-
-    found = lax.fori_loop(0, entries // 16, look, jnp.int32(0))
-    rest = range(entries // 16 * 16, entries)
-    return reduce(jnp.bitwise_or, [late_ref[program * entries + i] for i in rest], found) != 0
+    splits = Splits(*run(*arrays.values()))
+    return splits, slots if arriving is None else jax.freeze(arrays["kv"]).reshape(slots.shape)
 
 
 def _swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> object:
