@@ -1,8 +1,8 @@
 """Swaps of KV blocks between device and host memory, as XLA custom calls inside a jitted step.
 
 `HostPool` owns the host pages. `fetch_blocks` and `store_blocks` are what a decode step calls inside `jax.jit`, with
-`start_fetch` and `finish_fetch` in place of the former to compute meanwhile; `assign_slots`, `swap_in` and
-`write_pages` are the single pieces.
+`list_blocks` in place of the former where a kernel copies while it attends; `assign_slots`, `swap_in` and `write_pages`
+are the single pieces.
 """
 
 from nosa_jax.ffi.append import MAX_HEAD_DIM, EvictionHead, PooledStatistics, append_token

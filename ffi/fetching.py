@@ -31,9 +31,6 @@ class Fetched(NamedTuple):
     tail_slot: Int32[Array, "B K"]  # of block `fresh_from`, -1 where it is not wanted
 
 
-PIECE_BYTES = 2048  # a page comes in as many pieces, at most 16
-
-
 class ListedPages(NamedTuple):
     """Host pages to be copied, for `nosa_jax.pallas_kernels.decode_attention_while_fetching`.
 
@@ -95,12 +92,16 @@ def list_blocks(
     token: NewToken | None = None,
     layer: int,
     n_layers: int,
+    pieces: int,
     n_ctas: int = DEFAULT_CTAS,
 ) -> tuple[Fetched, ListedPages]:
     """`fetch_blocks` but for the copies: all its results are there, and the pages that are to be copied are listed.
 
     For platform CUDA only, on GPUs and for sizes that `why_not_listed` accepts. Slots of late blocks hold nothing until
-    somebody has copied their pages. Arguments and errors are those of `fetch_blocks`.
+    somebody has copied their pages. Other arguments and errors are those of `fetch_blocks`.
+
+    Args:
+        pieces: in how many a page will be copied: what `arrived` is from the start where a page has a fault.
     """
     args, options = _prepare(
         "list_blocks", handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token, layer,
@@ -111,18 +112,16 @@ def list_blocks(
     lists = (wanted.shape, slot_block.shape, (clusters, most, 4), (clusters,))
     results = (*options.pop("result_shape_dtypes"), *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists))
     call = jax.ffi.ffi_call("nosa_list_blocks", results, **options)
-    got = call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas)
+    got = call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas, pieces=pieces)
     return Fetched(*got[: len(Fetched._fields)]), ListedPages(*got[-len(ListedPages._fields) :])
 
 
-def why_not_listed(n_slots: int, n_blocks: int, page_bytes: int) -> str | None:
-    """Why `list_blocks` does not take tables and pages of these sizes, or None if it does."""
+def why_not_listed(n_slots: int, n_blocks: int) -> str | None:
+    """Why `list_blocks` does not take tables of these sizes, or None if it does."""
     if n_slots > 512:
         return f"{n_slots} slots are more than the 512 that a warp holds"
     if n_blocks > 32_768:
         return f"a map of {n_blocks} blocks leaves no shared memory"
-    if page_bytes % PIECE_BYTES:
-        return f"{PIECE_BYTES} does not divide pages of {page_bytes} bytes"
     return None
 
 

@@ -34,10 +34,11 @@ def attend_while_fetching(
     Elsewhere everything is fetched first.
     """
     dtype = cache.slots.dtype
+    pieces = while_fetching.pieces_of(layout.page_bytes)
     options: dict[str, Any] = dict(layer=layer, n_layers=layout.config.num_layers)
 
     def apart(q: Array, cis: Array | None, lengths: Array, k: Array, v: Array, *arrays: Array) -> tuple[Any, Any]:
-        fetched, listed = list_blocks(*arrays, token=NewToken(k, v, lengths), **options)
+        fetched, listed = list_blocks(*arrays, token=NewToken(k, v, lengths), pieces=pieces, **options)
         heads, slots = while_fetching.decode_attention_while_fetching(
             q, fetched.cache, cis, fetched.slot_ids, arrays[2], lengths + 1, *listed
         )
@@ -59,7 +60,7 @@ def attend_while_fetching(
         xla=at_once,
         mosaic_gpu=apart,
         unsupported=while_fetching.unsupported(q, cache.slots, cis, block_ids, lengths)
-        or why_not_listed(layout.n_slots, layout.n_blocks, layout.page_bytes),
+        or why_not_listed(layout.n_slots, layout.n_blocks),
     )
     cache = dataclasses.replace(cache, slots=fetched.cache, slot_block=fetched.slot_block, last_used=fetched.last_used)
     return heads, cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses)

@@ -90,6 +90,9 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
     if (!__any_sync(kWholeWarp, (lengths[0] | lengths[1] | lengths[2] | lengths[3]) != 0)) continue;
     const Tile tile(lengths);
     const bool usable = __all_sync(kWholeWarp, CheckPool(args.transfer, pool));
+    if (usable && rank == 0 && warp == 0 && lane == 0) {
+      atomicAdd(&pool_counts[pool_place].pages_read, static_cast<unsigned long long>(tile.n_entries));
+    }
     if (kLists) {
       for (uint32_t entry = warp * n_ctas + rank; entry < tile.n_entries; entry += kWarps * n_ctas) {
         const Tile::Entry found = tile.Find(entry);
@@ -110,9 +113,6 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
       }
       n_listed += static_cast<int32_t>(tile.n_entries);
     } else if (usable) {
-      if (rank == 0 && warp == 0 && lane == 0) {
-        atomicAdd(&pool_counts[pool_place].pages_read, static_cast<unsigned long long>(tile.n_entries));
-      }
       const auto page_units = static_cast<uint32_t>(sizes.page_bytes / sizeof(uint4));
       for (Turn run(page_units, warp * n_ctas + rank, kWarps * n_ctas); run.entry < tile.n_entries; run.Next()) {
         const Tile::Entry found = tile.Find(run.entry);

@@ -251,7 +251,8 @@ auto BindList(Binding&& binding) {
       .template Ret<Int32Buffer3>()   // late [B, K, C]
       .template Ret<Int32Buffer3>()   // arrived [B, K, S]
       .template Ret<Int32Buffer3>()   // pages [clusters, capacity, 4]
-      .template Ret<Int32Buffer1>();  // n_pages [clusters]
+      .template Ret<Int32Buffer1>()   // n_pages [clusters]
+      .template Attr<int64_t>("pieces");
 }
 
 template <typename Binding>

@@ -92,7 +92,7 @@ bool HasClusters() {
 
 // Where list_blocks leaves its lists: late [B, K, C], arrived [B, K, S], pages [clusters, capacity, 4], n_pages [clusters].
 ffi::Error ReadPageLists(const TransferSizes& sizes, int64_t n_ctas, Int32Result3 late, Int32Result3 arrived,
-                         Int32Result3 pages, ffi::Result<Int32Buffer1> n_pages, PageLists* lists) {
+                         Int32Result3 pages, ffi::Result<Int32Buffer1> n_pages, int64_t pieces, PageLists* lists) {
   const int64_t clusters = n_ctas / ClusterSize(n_ctas), pairs = sizes.rows * sizes.heads;
   const int64_t capacity = (pairs + clusters - 1) / clusters * sizes.entries;
   const auto dims = pages->dimensions();
@@ -100,17 +100,12 @@ ffi::Error ReadPageLists(const TransferSizes& sizes, int64_t n_ctas, Int32Result
     return InvalidArgument(Caller::kListBlocks, "pages must be int32[" + std::to_string(clusters) + ", " +
                                                     std::to_string(capacity) + ", 4]");
   }
-  constexpr int64_t kPieceBytes = 2048;  // of one piece, or a multiple where that makes more than 16 of a page
-  if (sizes.page_bytes % kPieceBytes != 0) {
-    return InvalidArgument(Caller::kListBlocks, std::to_string(kPieceBytes) + " must divide the page size");
-  }
-  const auto pieces = static_cast<int32_t>(std::min<int64_t>(16, sizes.page_bytes / kPieceBytes));
   *lists = {late->typed_data(),
             arrived->typed_data(),
             reinterpret_cast<uint4*>(pages->typed_data()),
             n_pages->typed_data(),
             dims[1],
-            pieces};
+            static_cast<int32_t>(pieces)};
   return ffi::Error::Success();
 }
 
@@ -213,7 +208,7 @@ XLA_FFI_DEFINE_HANDLER(kWritePages, Transfer<true>,
 XLA_FFI_DEFINE_HANDLER(kFetchBlocks, Fetch<>,
                        BindFetch(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kListBlocks, (Fetch<Int32Result3, Int32Result3, Int32Result3, ffi::Result<Int32Buffer1>>),
+XLA_FFI_DEFINE_HANDLER(kListBlocks, (Fetch<Int32Result3, Int32Result3, Int32Result3, ffi::Result<Int32Buffer1>, int64_t>),
                        BindList(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kStoreBlocks, StoreBlocks,

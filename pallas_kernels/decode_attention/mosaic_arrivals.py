@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 PIECE_BYTES = 2048  # 16 bytes for each thread of a warpgroup
-MAX_PIECES = 16
+MAX_PIECES = 8  # with the 256 programs of 16 rows, all that an H200 can run at once
 IN_FLIGHT = 8  # loads of a thread
 UNIT_BYTES = 16
 

@@ -6,8 +6,10 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from nosa_jax.pallas_kernels.decode_attention import mosaic_gpu
-from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import why_not_copied
+from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import pieces_of, why_not_copied
 from nosa_jax.pallas_kernels.decode_attention.mosaic_splits import Arriving
+
+__all__ = ["decode_attention_while_fetching", "pieces_of", "unsupported"]
 
 
 def decode_attention_while_fetching(
@@ -28,7 +30,7 @@ def decode_attention_while_fetching(
     where they come to a late block. For Hopper GPUs, and arguments that `unsupported` accepts; no other implementation.
 
     Args:
-      late, arrived, pages, n_pages: as `nosa_jax.ffi.list_blocks` gives them.
+      late, arrived, pages, n_pages: as `nosa_jax.ffi.list_blocks` gives them for `pieces_of(page_bytes)`.
       q, slots, cis, slot_ids, block_ids, lengths: as for `decode_attention`. The slots are updated in place.
 
     Returns: what `decode_attention` returns for the filled slots, and those slots.

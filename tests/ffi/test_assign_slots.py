@@ -1,4 +1,4 @@
-"""assign_slots, and fetch_blocks and start_fetch that contain it, against the rule in Python (oracle.assign_head)."""
+"""assign_slots, and fetch_blocks that contains it, against the rule in Python (oracle.assign_head)."""
 
 import functools
 from collections.abc import Callable
@@ -29,21 +29,11 @@ def jitted_fetch(handle, cache, wanted, slot_block, last_used, step, fresh_from,
     )
 
 
-@functools.partial(jax.jit, donate_argnames=("cache", "slot_block", "last_used"))
-def jitted_fetch_in_two(handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token):
-    got, pending = ffi.start_fetch(
-        handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token=token, layer=1, n_layers=2
-    )
-    between = pending.late.sum()
-    return got._replace(cache=ffi.finish_fetch(got.cache, pending, after=between)), pending.late
-
-
 class Pages:
-    """Pages of made-up contents, and a token, for `fetch_blocks` or its two halves, which go to layer 1 of 2."""
+    """Pages of made-up contents, and a token, for `fetch_blocks`, which goes to layer 1 of 2."""
 
-    def __init__(self, make_pool: Callable[..., ffi.HostPool], in_two: bool) -> None:
+    def __init__(self, make_pool: Callable[..., ffi.HostPool]) -> None:
         self.make_pool = make_pool
-        self.in_two = in_two
         self.pools: dict[tuple[int, int, int], tuple[ffi.HostPool, np.ndarray]] = {}
 
     def run(self, wanted, slot_block, last_used, step, fresh_from, n_blocks, load, tails):
@@ -70,13 +60,7 @@ class Pages:
         token = ffi.NewToken(key, value, np.full(rows, 5 * PAGE[1] + OFFSET, np.int32))
         counts = pool.stats()
         tables = (wanted, jnp.array(slot_block), jnp.array(last_used), jnp.int32(step), fresh_from, table)
-        if self.in_two:
-            got, late = jax.tree.map(np.asarray, jitted_fetch_in_two(pool.handle, before, *tables, token))
-            loaded = [[block for block, _ in load[row, head]] for row, head in np.ndindex(rows, heads)]
-            expected_late = [np.isin(w, b) for w, b in zip(wanted.reshape(-1, wanted.shape[2]), loaded, strict=True)]
-            np.testing.assert_array_equal(late, np.reshape(expected_late, wanted.shape))
-        else:
-            got = jax.tree.map(np.asarray, jitted_fetch(pool.handle, before, *tables, token))
+        got = jax.tree.map(np.asarray, jitted_fetch(pool.handle, before, *tables, token))
         pool.check()
         np.testing.assert_array_equal(got.cache, expected)
         moved = sum(len(moves) for moves in load.values())
@@ -85,10 +69,10 @@ class Pages:
         return got
 
 
-@pytest.fixture(params=["assign_slots", "fetch_blocks", "start_fetch"])
+@pytest.fixture(params=["assign_slots", "fetch_blocks"])
 def compare(request, device, make_pool):
     """Runs the handler and checks every output of every row and head; gives what it gave, as NumPy."""
-    pages = Pages(make_pool, in_two=request.param == "start_fetch")
+    pages = Pages(make_pool)
 
     def run(wanted, slot_block, last_used, step, fresh_from, n_blocks):
         wanted, slot_block, last_used, fresh_from = (

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nosa_jax.pallas_kernels import decode_attention as public
-from nosa_jax.pallas_kernels import decode_attention_in_two, decode_attention_partial, merge_partials
+from nosa_jax.pallas_kernels import decode_attention_partial, merge_partials
 from nosa_jax.pallas_kernels.decode_attention import mosaic_gpu, reference
 from nosa_jax.pallas_kernels.decode_attention.merge import Partial
 from nosa_jax.pallas_kernels.decode_attention.plan import plan_for, unsupported
@@ -201,66 +201,6 @@ def test_parts_of_the_blocks_merge_into_the_whole(implementation, interpret):
     assert not np.asarray(merged.out[1]).any()
     for with_nothing in (merge_partials(parts[0], parts[2]), merge_partials(parts[2], parts[0])):
         np.testing.assert_array_equal(with_nothing.out, parts[0].out)
-
-
-LATE = {
-    "none": lambda n: np.zeros(n, int),
-    "all": lambda n: np.ones(n, int),
-    "first": lambda n: np.arange(n) == 0,
-    "last": lambda n: np.arange(n) == n - 1,
-    "every other": lambda n: np.arange(n) % 2,
-    "any": lambda n: np.random.default_rng(n).integers(0, 2, n),
-}
-CUTS = {
-    "8B": (dict(group=16, head_dim=128, entries=5, n_slots=7), 2),
-    "blocks of 16": (dict(block=16, entries=12, n_slots=14), 4),
-    "one part": (dict(entries=3), 3),
-    "two parts": (dict(entries=4, n_slots=6), 2),
-    "long parts": (dict(entries=37, n_slots=40), 20),
-}
-
-
-@by_lane
-@pytest.mark.parametrize("shape", CUTS)
-def test_o1_begun_before_late_blocks_are_there_it_has_the_bits_of_all_at_once(shape, interpret, monkeypatch):
-    """Any pattern of late entries, among rows with none; before `finish`, late slots hold NaN."""
-    options, entries = CUTS[shape]
-    plan = lambda *sizes: replace(plan_for(*sizes), entries=entries, splits=-(-sizes[-1] // entries))  # noqa: E731
-    monkeypatch.setattr(mosaic_gpu, "plan_for", plan)
-    q, slots, cis, slot_ids, block_ids, lengths = paged([64 * 40 if shape == "long parts" else 300, 65], **options)
-    lists = (cis, slot_ids, block_ids, lengths)
-    whole = np.asarray(mosaic_gpu.decode_attention(q, slots, *lists, interpret=interpret))
-    for name, pattern in LATE.items():
-        if interpret is not None and name not in ("last", "any"):
-            continue  # seconds each
-        late = np.zeros(slot_ids.shape, np.int32)
-        late[0] = pattern(slot_ids.shape[2])
-        hidden = np.asarray(slots, np.float32)
-        for place in np.argwhere(late * (np.asarray(slot_ids) >= 0)):
-            hidden[(*place[:2], int(slot_ids[tuple(place)]))] = np.nan
-
-        @jax.jit
-        def run(hidden, late):
-            # What comes after the first half depends on it.
-            finish = lambda _, after: jnp.where(jnp.isposinf(after[1].max()), 0, slots)  # noqa: E731
-            return mosaic_gpu.decode_attention_in_two(q, hidden, *lists, late, finish=finish, interpret=interpret)
-
-        got, filled = run(jnp.asarray(hidden, slots.dtype), jnp.asarray(late))
-        assert np.asarray(got).tobytes() == whole.tobytes(), name
-        assert np.asarray(filled).tobytes() == np.asarray(slots).tobytes()
-
-
-def test_without_the_kernel_everything_comes_after_the_late_blocks():
-    q, slots, *lists = paged([300, 65])
-    late = jnp.ones_like(lists[1])
-    empty = jnp.full_like(slots, jnp.nan)
-    finish = lambda given, after: jnp.where(jnp.isnan(given), slots, given)  # noqa: E731
-    got, filled = decode_attention_in_two(q, empty, *lists, late, finish, implementation="xla")
-    assert np.asarray(got).tobytes() == np.asarray(public(q, slots, *lists, implementation="xla")).tobytes()
-    np.testing.assert_array_equal(np.float32(filled), np.float32(slots))
-    if jax.default_backend() == "cpu":
-        with pytest.raises(NotImplementedError, match="decode_attention_in_two cannot run"):
-            decode_attention_in_two(q, slots, *lists, late, finish, implementation="mosaic_gpu")
 
 
 def test_merging_is_the_softmax_over_all_parts():

@@ -1,21 +1,21 @@
 """Attention over resident blocks while others arrive: the same bits as with every block on the device."""
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nosa_jax import ffi
+from nosa_jax import NosaConfig, ffi
 from nosa_jax.infer import decode
-from nosa_jax.offload import residency
-from nosa_jax.pallas_kernels.decode_attention import mosaic_gpu
+from nosa_jax.offload import CacheLayout, init_state
+from nosa_jax.offload.arrivals import attend_while_fetching
+from nosa_jax.offload.residency import bring_in
+from nosa_jax.pallas_kernels import decode_attention
 from tests.infer.cases import (
     FOR_KERNELS,
     LENGTHS,
-    ONE_LAYER,
     C,
     offloaded,
     random_model,
@@ -23,33 +23,6 @@ from tests.infer.cases import (
     resident,
     run_steps,
 )  # fmt: skip
-
-
-class Withheld(NamedTuple):
-    """In place of `PendingFetch`: the late blocks are kept back until the second half."""
-
-    late: jax.Array
-    cache: jax.Array
-
-
-@pytest.fixture
-def late_blocks_are_nan(monkeypatch):
-    """Between the halves, slots of late blocks hold NaN, as if nothing had been copied yet."""
-
-    def start(*args, **options):
-        fetched, pending = ffi.start_fetch(*args, **options)
-        slots = jnp.where(pending.late == 1, fetched.slot_ids, -1)
-        waits = (slots[..., None] == jnp.arange(fetched.cache.shape[2])).any(axis=-2)
-        hidden = jnp.where(waits[..., None, None, None], jnp.nan, fetched.cache)
-        return fetched._replace(cache=hidden), Withheld(pending.late, fetched.cache)
-
-    def finish(cache, pending, *, after=()):
-        _, _, filled = jax.lax.optimization_barrier((cache, after, pending.cache))
-        return filled
-
-    monkeypatch.setattr(residency, "start_fetch", start)
-    monkeypatch.setattr(decode, "finish_fetch", finish)
-    return jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
 
 
 def same_bits(moved, stayed):
@@ -71,44 +44,6 @@ def test_o1_with_overlap_decode_equals_resident_decode_bit_for_bit(slots):
         assert engine._pool.stats().pages_read == moved.misses.sum()
     same_bits(moved, run_steps(model, resident(model).prefill(prompts), 60))
     assert moved.misses.sum() > 100
-
-
-def test_o1_late_blocks_are_not_read_before_they_are_there(late_blocks_are_nan):
-    """O1 where the first half copies nothing, through XLA."""
-    model, prompts = random_model(ONE_LAYER), [random_tokens(33), random_tokens(11)]
-    options = dict(max_batch=2, max_context=33 + 120)
-    with offloaded(model, slots=C + 1, overlap=True, **options) as engine:
-        moved = run_steps(model, engine.prefill(prompts), 120, late_blocks_are_nan)
-    same_bits(moved, run_steps(model, resident(model, **options).prefill(prompts), 120))
-    assert moved.misses.sum() > 60
-
-
-@pytest.mark.slow
-def test_o1_late_blocks_are_not_read_before_they_are_there_by_the_kernels(late_blocks_are_nan, monkeypatch):
-    """The same through the interpreted kernels, whose first half computes the parts without late blocks."""
-    interpret = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-    computed = []
-
-    def attend(*args):
-        return mosaic_gpu.decode_attention(*args, interpret=interpret)
-
-    def attend_in_two(*args):
-        *args, late, finish = args
-        jax.debug.callback(lambda x: computed.append(np.array(x)), late.reshape(late.shape[0], 2, -1).max(axis=-1))
-        return mosaic_gpu.decode_attention_in_two(*args, late, finish=finish, interpret=interpret)
-
-    monkeypatch.setattr(decode, "decode_attention", attend)
-    monkeypatch.setattr(decode, "decode_attention_in_two", attend_in_two)
-    step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
-    model, prompts = random_model(FOR_KERNELS), [random_tokens(180), random_tokens(150)]
-    options, steps = dict(max_batch=2, max_context=208), 12
-    with offloaded(model, slots=C + 1, overlap=True, **options) as engine:
-        moved = run_steps(model, engine.prefill(prompts), steps, late_blocks_are_nan)
-    jax.effects_barrier()
-    same_bits(moved, run_steps(model, resident(model, **options).prefill(prompts), steps, step))
-    parts = np.concatenate(computed)
-    assert (parts == 0).any(), "no part was computed early; the test shows nothing"
-    assert (parts == 1).any(), "no part was computed late; the test shows nothing"
 
 
 @pytest.mark.gpu
@@ -136,3 +71,70 @@ def test_o1_with_overlap_the_kernels_give_the_bits_of_resident_decode(slots):
     for both, expected in zip(logits, stayed.logits, strict=True):
         for got in both:
             assert np.asarray(got).tobytes() == expected.tobytes()
+
+
+SHAPES = {
+    "8B": dict(head_dim=128, block_size=64),
+    "pages of 4 KiB": dict(head_dim=64, block_size=16, pool_window=8, pool_stride=4),
+    "pages of 64 KiB": dict(head_dim=256, block_size=64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 70])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_o1_one_launch_that_copies_and_attends_gives_the_bits_of_one_after_the_other(shape, rows):
+    """O1 at full size, slots full of NaN before: everything late, then nothing, one, some, nothing, half."""
+    config = NosaConfig.nosa_8b(num_layers=2, **SHAPES[shape])
+    n_blocks, wanted, n_slots = 128, 64, 72
+    layout = CacheLayout(config, "nosa", rows, n_blocks * config.block_size, True, n_slots, overlap=True)
+    rng = np.random.default_rng(0)
+    pool = ffi.HostPool(n_blocks * layout.pages_per_block, layout.page_bytes)
+    for page in range(pool.n_pages):
+        pool.write_page(page, rng.normal(size=layout.page_bytes // 2).astype(jnp.bfloat16))
+    handle = jnp.asarray(pool.handle)
+    table = jnp.asarray(np.stack([rng.permutation(n_blocks) for _ in range(rows)]), jnp.int32)
+    lengths = jnp.asarray(rng.integers(wanted * config.block_size, n_blocks * config.block_size, rows), jnp.int32)
+    start = init_state(layout, pool.handle).layers[0]
+    start = dataclasses.replace(start, slots=jnp.full_like(start.slots, jnp.nan), cis=jnp.ones_like(start.cis))
+    q, k, v = (jnp.asarray(rng.normal(size=(rows, heads, config.head_dim)), jnp.bfloat16) for heads in (32, 2, 2))
+
+    @jax.jit
+    def at_once(cache, block_ids, step):
+        where = (k, v, lengths, table, handle, step)
+        return attend_while_fetching(q, cache, cache.cis, block_ids, *where, layer=1, layout=layout)
+
+    @jax.jit
+    def one_by_one(cache, block_ids, step):
+        cache, where = bring_in(cache, block_ids, k, v, lengths, table, handle, step, layer=1, layout=layout)
+        return decode_attention(q, cache.slots, cache.cis, where.slot_ids, block_ids, lengths + 1), cache, where
+
+    def choose(before, new):
+        """As many new blocks among the wanted, with each row's current one, ascending."""
+        chosen = np.zeros((rows, 2, wanted), np.int32)
+        for b, h in np.ndindex(rows, 2):
+            current = int(lengths[b]) // config.block_size
+            kept = (
+                []
+                if before is None
+                else list(rng.permutation(before[b, h][before[b, h] < current])[: wanted - 1 - new])
+            )
+            others = rng.permutation(np.setdiff1d(np.arange(current), kept))[: wanted - 1 - len(kept)]
+            chosen[b, h] = np.sort([*kept, *others, current])
+        return chosen
+
+    ids, one, other, moved = None, start, start, []
+    for step, new in enumerate((wanted, 0, 1, 7, 0, wanted // 2)):
+        ids = choose(ids, new)
+        heads, one, got = at_once(one, jnp.asarray(ids), jnp.int32(step + 1))
+        expected, other, same = one_by_one(other, jnp.asarray(ids), jnp.int32(step + 1))
+        assert np.asarray(heads).tobytes() == np.asarray(expected).tobytes(), step
+        assert np.asarray(one.slots).tobytes() == np.asarray(other.slots).tobytes(), step
+        for name in got._fields:
+            np.testing.assert_array_equal(getattr(got, name), getattr(same, name))
+        moved.append(int(got.misses.sum()))
+    pool.check()
+    assert moved[0] > rows * 2 * (wanted - 2)
+    assert moved[1] == moved[4] == 0
+    assert moved[2] > 0
+    pool.close()
