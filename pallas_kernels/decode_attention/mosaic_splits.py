@@ -22,7 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import copy_pieces, pieces_of, wait_for_page
+from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import (
+    COPIERS,
+    copy_pieces,
+    pieces_of,
+    wait_for_page,
+)
 from nosa_jax.pallas_kernels.decode_attention.plan import FLOOR, ROWS, TILE, Plan
 
 LOG2E = math.log2(math.e)
@@ -78,7 +83,7 @@ def attend_splits(
     from_registers = interpret is None and columns != TILE
 
     page_bytes = 2 * block * head_dim * dtype.itemsize
-    copiers = 0 if arriving is None else pieces_of(page_bytes)
+    copiers = 0 if arriving is None else COPIERS
     rows = slots.reshape(-1, head_dim)
     biases = None if cis is None else cis.reshape(-1, TILE)
     bias_rows = 0 if biases is None else biases.shape[0] // (batch * n_kv)
@@ -153,7 +158,7 @@ def attend_splits(
                             def copy(slot=slot, late=late, to=to, i=i):
                                 if arrived_ref is not None:
                                     count = arrived_ref.at[pl.ds(pair * n_slots + slot, 1)]
-                                    pl.when(late != 0)(partial(wait_for_page, count, copiers))
+                                    pl.when(late != 0)(partial(wait_for_page, count, pieces_of(page_bytes)))
                                 row = (pair * n_slots + slot) * (2 * block) + part_of(step, i) * piece
                                 keys, values = kv_ref.at[pl.ds(row, piece)], kv_ref.at[pl.ds(row + block, piece)]
                                 plgpu.copy_gmem_to_smem(keys, k_smem.at[stage, to], barrier)

@@ -1,12 +1,10 @@
 """Public attention over selected cache slots some of which are still to be filled, by the same kernel."""
 
-import math
-
 import jax
 from jaxtyping import Array, Float, Int
 
 from nosa_jax.pallas_kernels.decode_attention import mosaic_gpu
-from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import pieces_of, why_not_copied
+from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import pieces_of
 from nosa_jax.pallas_kernels.decode_attention.mosaic_splits import Arriving
 
 __all__ = ["decode_attention_while_fetching", "pieces_of", "unsupported"]
@@ -43,5 +41,4 @@ def unsupported(
     q: jax.Array, slots: jax.Array, cis: jax.Array | None, block_ids: jax.Array, lengths: jax.Array
 ) -> str | None:
     """Why the kernel does not take such arguments, or None if it does."""
-    page_bytes = math.prod(slots.shape[3:]) * slots.dtype.itemsize
-    return mosaic_gpu.unsupported(q, slots, cis, block_ids, block_ids, lengths) or why_not_copied(page_bytes)
+    return mosaic_gpu.unsupported(q, slots, cis, block_ids, block_ids, lengths)
