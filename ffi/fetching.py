@@ -36,7 +36,8 @@ class ListedPages(NamedTuple):
 
     late: 1 where a wanted block is among them.
     arrived: pieces of the block that are in a slot, where it is late; 0 at first, or all where its page has a fault.
-    pages: lists of (address's low and high half, slot among all rows' and heads', 0), of n_pages entries each.
+    pages: lists of (address's low and high half, slot among all rows' and heads', which of its C wanted entries), of
+      n_pages entries each.
     """
 
     late: Int32[Array, "B K C"]

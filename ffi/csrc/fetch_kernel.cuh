@@ -23,7 +23,7 @@ constexpr int64_t kFetchSharedBytes = 96 * 1024;  // of a CTA: two of them fit o
 struct PageLists {
   int32_t* late = nullptr;     // [B, K, C]: 1 where a wanted block is listed
   int32_t* arrived = nullptr;  // [B, K, S]: pieces that are in a slot, for slots of late blocks; of others undefined
-  uint4* pages = nullptr;      // [clusters, capacity]: address (low, high; 0: nothing), which of all slots, -
+  uint4* pages = nullptr;      // [clusters, capacity]: address (low, high; 0: nothing), which of all slots, which wanted entry
   int32_t* n_pages = nullptr;  // [clusters]
   int64_t capacity = 0;
   int32_t pieces = 0;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
         const auto address = reinterpret_cast<uint64_t>(page);
         args.lists.pages[number * args.lists.capacity + n_listed + entry] =
             make_uint4(static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32),
-                       static_cast<uint32_t>(slot), 0);
+                       static_cast<uint32_t>(slot), static_cast<uint32_t>(listed.w));
         args.lists.arrived[slot] = page == nullptr ? args.lists.pieces : 0;  // nobody waits for what will not come
       }
       n_listed += static_cast<int32_t>(tile.n_entries);

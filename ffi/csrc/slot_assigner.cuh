@@ -50,7 +50,7 @@ class SlotAssigner {
         lane_(threadIdx.x % kLanes) {}
 
   // Finds what is resident and gives the others slots. Returns the number of blocks to load, which the list then holds
-  // as {block, slot, page table entry, -}. Writes shared memory only.
+  // as {block, slot, page table entry, which wanted entry}. Writes shared memory only.
   __device__ int32_t Assign() {
     Stage();
     // Without branches, so that the lookups of a lane overlap.
@@ -159,20 +159,20 @@ class SlotAssigner {
     for (int i = 0; i < kWants; ++i) {
       const bool mine = (missing_ >> i & 1) != 0;
       const uint32_t those = __ballot_sync(kWholeWarp, mine);
-      if (mine) list_[n_missing + __popc(those & ((1u << lane_) - 1))].x = want_[i];
+      if (mine) list_[n_missing + __popc(those & ((1u << lane_) - 1))] = {want_[i], i * kLanes + lane_, 0, 0};
       n_missing += __popc(those);
     }
     __syncwarp();
 #pragma unroll 1
     for (int32_t entry = 0; entry < n_missing; ++entry) {
-      const int32_t block = list_[entry].x;
+      const int32_t block = list_[entry].x, at = list_[entry].y;
       if (Find(block) >= 0) continue;  // an id that was there before
       const int32_t slot = TakeSlot();
       __syncwarp();  // the list is written behind the entry that all lanes have read
       if (lane_ == 0) {
         map_[block] = static_cast<uint16_t>(slot);
         held_[slot] = block | kClaimed;
-        if (block < fresh_from_) list_[n_loads_] = int4{block, slot, -1, 0};
+        if (block < fresh_from_) list_[n_loads_] = int4{block, slot, -1, at};
       }
       if (block < fresh_from_) ++n_loads_;
       __syncwarp();

@@ -5,12 +5,13 @@ and counts them as arrived; the others attend, and wait where they come to a blo
 begun in the order of their numbers, so whoever is waited for has begun.
 
 One thread of each of a copier's first warps keeps the copy engine busy: pieces go from the host to shared memory and
-from there to their slots, some on their way while others are stored. Written in Mosaic GPU's own terms, which JAX's
+from there to their slots, some on their way while others are stored. Pages come in the order in which they are needed.
+Written in Mosaic GPU's own terms, which JAX's
 interpreter does not run.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -25,6 +26,8 @@ COPIERS = 8  # with the 256 programs of 16 rows, all that an H200 can run at onc
 WARPS = 2
 STAGES = 3  # pieces of a warp that are on their way
 STORING = 1  # of them, from shared memory to their slots
+THREADS = 128  # of a program; as many pages are put in order at a time
+AT_ONCE = 256  # programs that attend at the same time, about
 PATIENCE = 10_000_000  # ticks of a wait after which the hardware looks again
 
 
@@ -50,109 +53,159 @@ def wait_for_page(arrived_ref: Any, pieces: int) -> None:
     wait(arrived_ref)
 
 
-def copy_pieces(pages_ref: Any, n_pages_ref: Any, slots_ref: Any, arrived_ref: Any, page_bytes: int) -> None:
+class Order(NamedTuple):
+    """In which order the programs of a launch come to the entries of the lists of blocks.
+
+    Attributes:
+      slots: per pair of a row and a KV head.
+      splits, entries: programs of a pair, and entries of its list for each of them.
+    """
+
+    slots: int
+    splits: int
+    entries: int
+
+
+def copy_pieces(
+    pages_ref: Any, n_pages_ref: Any, slots_ref: Any, arrived_ref: Any, page_bytes: int, order: Order
+) -> None:
     """Copy this program's share of the listed pages' pieces; the program's number is below COPIERS.
 
     Args:
       pages_ref: int32 [lists, most, 4]. n_pages_ref: int32 [lists].
       slots_ref: all slots. arrived_ref: int32, a count of pieces for each of them.
     """
-    piece_bytes = piece_bytes_of(page_bytes)
+    n_buffers = WARPS * STAGES
+    scratch = {
+        "buffers": plgpu.SMEM((n_buffers * piece_bytes_of(page_bytes) // 4,), jnp.int32),
+        "barriers": plgpu.SMEM((n_buffers * 2,), jnp.int32),  # 8 bytes each
+        "sorted_pages": plgpu.SMEM((THREADS * 4,), jnp.int32),
+        "keys": plgpu.SMEM((THREADS,), jnp.int32),
+    }
 
-    def scope(buffers_ref: Any, barriers_ref: Any) -> None:
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 6)
-        def copy(_: Any, *refs: ir.Value) -> None:
-            pages, n_pages, slots, arrived, buffers, barriers = map(_address, refs)
-            thread = utils.thread_idx()
-            warp = arith.divui(thread, _i32(32))
-            first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, _i32(32)), _i32(0))
-            with utils.when(arith.andi(first, arith.cmpi(arith.CmpIPredicate.ult, warp, _i32(WARPS)))):
-                mine = arith.muli(warp, _i32(STAGES))  # the first of this warp's stages
-                buffers = arith.addi(buffers, arith.muli(mine, _i32(piece_bytes)))
-                barriers = arith.addi(barriers, arith.muli(mine, _i32(8)))
-                _Copier(pages_ref.shape, page_bytes, pages, n_pages, slots, arrived, buffers, barriers).run(warp)
+    def scope(**scratch_refs: Any) -> None:
+        refs = {"pages": pages_ref, "n_pages": n_pages_ref, "slots": slots_ref, "arrived": arrived_ref, **scratch_refs}
 
-        copy(pages_ref, n_pages_ref, slots_ref, arrived_ref, buffers_ref, barriers_ref)
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def copy(_: Any, *values: ir.Value) -> None:
+            addresses = dict(zip(refs, map(_address, values), strict=True))
+            _Copier(addresses, pages_ref.shape, page_bytes, order).run()
 
-    pl.run_scoped(
-        scope,
-        plgpu.SMEM((WARPS * STAGES * piece_bytes // 4,), jnp.int32),
-        plgpu.SMEM((WARPS * STAGES * 2,), jnp.int32),  # 8 bytes each
-    )
+        copy(*refs.values())
+
+    pl.run_scoped(scope, **scratch)
 
 
 class _Copier:
-    """The code of one thread. Its pieces are numbered; that of number n uses stage n % STAGES."""
+    """The code of a program that copies. Pieces of a warp are numbered; that of number n uses stage n % STAGES."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        page_bytes: int,
-        pages: ir.Value,
-        n_pages: ir.Value,
-        slots: ir.Value,
-        arrived: ir.Value,
-        buffers: ir.Value,
-        barriers: ir.Value,
-    ):
+    def __init__(self, at: dict[str, ir.Value], shape: tuple[int, int, int], page_bytes: int, order: Order):
+        self.at, self.order = at, order
         self.lists, self.most, _ = shape
         self.page_bytes, self.piece_bytes = page_bytes, piece_bytes_of(page_bytes)
-        self.pages, self.slots, self.arrived = pages, slots, arrived
-        self.buffers, self.barriers = buffers, barriers
         self.pieces = pieces_of(page_bytes)
-        self.counts = [_load(_at(n_pages, _i32(number), 4), 1)[0] for number in range(self.lists)]
+        self.thread = utils.thread_idx()
+        self.warp = arith.divui(self.thread, _i32(32))
+        self.stages = arith.muli(self.warp, _i32(STAGES))  # the first of this warp's
         self.program = utils.inline_ptx("mov.u32 $0, %ctaid.x;", result_types=_i32_type())
+        self.counts = [_load(_at(at["n_pages"], _i32(number), 4), 1)[0] for number in range(self.lists)]
 
-    def run(self, warp: ir.Value) -> None:
-        """Copy all pieces of this thread; `warp` is its warp's number."""
+    def run(self) -> None:
+        """Copy this program's pieces."""
+        first = _is(arith.CmpIPredicate.eq, arith.remui(self.thread, _i32(32)), _i32(0))
+        issues = arith.andi(first, _is(arith.CmpIPredicate.ult, self.warp, _i32(WARPS)))
+        with utils.when(issues):
+            for stage in range(STAGES):
+                _ptx("mbarrier.init.shared::cta.b64 [$0], 1;", self._stage(_i32(stage))[1])
+            _ptx("fence.mbarrier_init.release.cluster; fence.proxy.async;")
         longest = self.counts[0]
         for count in self.counts[1:]:
             longest = arith.maxui(longest, count)
-        n_pieces = arith.muli(longest, _i32(self.lists * self.pieces))
-        total = arith.divui(arith.addi(n_pieces, _i32(WARPS * COPIERS - 1)), _i32(WARPS * COPIERS))
-        for stage in range(STAGES):
-            _ptx("mbarrier.init.shared::cta.b64 [$0], 1;", arith.addi(self.barriers, _i32(8 * stage)))
-        _ptx("fence.mbarrier_init.release.cluster; fence.proxy.async;")
-        loading = [self._begin(_i32(n), self._find(_i32(n), warp, total)) for n in range(STAGES - STORING)]
-        following = self._find(_i32(STAGES - STORING), warp, total)
+        places = arith.muli(longest, _i32(self.lists))  # pages are taken from the lists in turn; some are not there
+
+        @utils.fori(_ceil_div(places, THREADS), [_i32(0)])
+        def _(turn: ir.Value, carry: list) -> list:
+            begin = arith.muli(turn, _i32(THREADS))
+            count = arith.minui(arith.subi(places, begin), _i32(THREADS))
+            self._sort(begin, count)
+            total = _ceil_div(arith.muli(count, _i32(self.pieces)), WARPS * COPIERS)
+            with utils.when(issues):
+                self._copy(carry[0], total, count)
+            utils.warpgroup_barrier()  # until here the sorted pages are read
+            return [arith.addi(carry[0], arith.addi(total, _i32(STAGES - STORING)))]
+
+    def _sort(self, begin: ir.Value, count: ir.Value) -> None:
+        """Put `count` pages, from a place on, into shared memory: first those that a program comes to first."""
+        place = arith.addi(begin, self.thread)
+        which, entry = arith.remui(place, _i32(self.lists)), arith.divui(place, _i32(self.lists))
+        length = self.counts[0]
+        for i, other in enumerate(self.counts[1:], 1):
+            length = arith.select(_is(arith.CmpIPredicate.eq, which, _i32(i)), other, length)
+        mine = _is(arith.CmpIPredicate.ult, self.thread, count)
+        exists = arith.andi(mine, _is(arith.CmpIPredicate.ult, entry, length))
+        place = arith.addi(arith.muli(which, _i32(self.most)), arith.minui(entry, _i32(self.most - 1)))
+        low, high, slot, wanted = _load(_at(self.at["pages"], place, 16), 4)
+        split = arith.muli(arith.divui(slot, _i32(self.order.slots)), _i32(self.order.splits))
+        split = arith.addi(split, arith.divui(wanted, _i32(self.order.entries)))
+        key = arith.muli(arith.divui(split, _i32(AT_ONCE)), _i32(self.order.entries))
+        key = arith.addi(key, arith.remui(wanted, _i32(self.order.entries)))
+        key = arith.select(exists, key, _i32(2**31 - 1))
+        low, high = (arith.select(exists, half, _i32(0)) for half in (low, high))
+        _ptx("st.shared.b32 [$0], $1;", _shared_at(self.at["keys"], self.thread, 4), key)
+        utils.warpgroup_barrier()
+
+        @utils.fori(_ceil_div(count, 4), [_i32(0)])
+        def ranked(turn: ir.Value, carry: list) -> list:
+            (rank,) = carry
+            for i, other in enumerate(_load(_shared_at(self.at["keys"], turn, 16), 4)):
+                before = _is(arith.CmpIPredicate.ult, arith.addi(arith.muli(turn, _i32(4)), _i32(i)), self.thread)
+                before = arith.andi(before, _is(arith.CmpIPredicate.eq, other, key))
+                before = arith.ori(before, _is(arith.CmpIPredicate.ult, other, key))
+                rank = arith.addi(rank, arith.extui(_i32_type(), before))
+            return [rank]
+
+        (rank,) = ranked.results
+        target = _shared_at(self.at["sorted_pages"], rank, 16)
+        _ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", target, low, high, slot, wanted, predicate=mine)
+        utils.warpgroup_barrier()
+
+    def _copy(self, first: ir.Value, total: ir.Value, count: ir.Value) -> None:
+        """Copy this warp's pieces of the sorted pages, as `total` numbers from `first` on."""
+
+        def begin(index: ir.Value) -> tuple[ir.Value, ...]:
+            return self._begin(arith.addi(first, index), *self._find(index, total, count))
+
+        loading = [begin(_i32(n)) for n in range(STAGES - STORING)]
         nothing = (_i32(0), _i32(0), _i32(0))
 
-        @utils.fori(total, [[nothing] * STORING, loading, following])
-        def loop(number: ir.Value, carry: list) -> list:
-            storing, (arriving, *loading), following = carry
-            self._store(number, arriving)
+        @utils.fori(total, [[nothing] * STORING, loading])
+        def loop(index: ir.Value, carry: list) -> list:
+            storing, (arriving, *loading) = carry
+            self._store(arith.addi(first, index), *arriving)
             _ptx(f"cp.async.bulk.commit_group; cp.async.bulk.wait_group {STORING};")
-            self._count(storing[0])  # whose stage is free now
-            loading.append(self._begin(arith.addi(number, _i32(STAGES - STORING)), following))
-            following = self._find(arith.addi(number, _i32(STAGES - STORING + 1)), warp, total)  # waited for next time
-            return [[*storing[1:], arriving], loading, following]
+            self._count(*storing[0])  # whose stage is free now
+            loading.append(begin(arith.addi(index, _i32(STAGES - STORING))))
+            return [[*storing[1:], arriving], loading]
 
         _ptx("cp.async.bulk.wait_group 0;")
         for piece in loop.results[0]:
-            self._count(piece)
+            self._count(*piece)
 
-    def _find(self, number: ir.Value, warp: ir.Value, total: ir.Value) -> tuple[ir.Value, ...]:
-        """What to copy under a number: (which piece of its page + 1, or 0 for nothing; the page's entry, 16 bytes)."""
-        # Pages are taken from the lists in turn; their pieces by the programs in turn, and then by the warps.
-        mine = arith.addi(arith.muli(warp, _i32(COPIERS)), self.program)
-        mine = arith.addi(arith.muli(number, _i32(WARPS * COPIERS)), mine)
+    def _find(self, index: ir.Value, total: ir.Value, count: ir.Value) -> tuple[ir.Value, ...]:
+        """What to copy as this warp's piece of an index: (the piece of its page + 1, or 0 for nothing; page, slot)."""
+        mine = arith.addi(arith.muli(self.warp, _i32(COPIERS)), self.program)
+        mine = arith.addi(arith.muli(index, _i32(WARPS * COPIERS)), mine)
         page, piece = arith.divui(mine, _i32(self.pieces)), arith.remui(mine, _i32(self.pieces))
-        which, entry = arith.remui(page, _i32(self.lists)), arith.divui(page, _i32(self.lists))
-        count = self.counts[0]
-        for i, other in enumerate(self.counts[1:], 1):
-            count = arith.select(arith.cmpi(arith.CmpIPredicate.eq, which, _i32(i)), other, count)
-        exists = arith.cmpi(arith.CmpIPredicate.ult, number, total)
-        exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ult, entry, count))
-        place = arith.addi(arith.muli(which, _i32(self.most)), arith.minui(entry, _i32(self.most - 1)))
-        found = _load(_at(self.pages, place, 16), 4)
-        return (arith.select(exists, arith.addi(piece, _i32(1)), _i32(0)), *found)
-
-    def _begin(self, number: ir.Value, found: tuple[ir.Value, ...]) -> tuple[ir.Value, ...]:
-        """Begin a piece's way to shared memory; (it + 1 or 0, its slot, its place in the slots)."""
-        piece, low, high, slot, _ = found
+        exists = arith.andi(_is(arith.CmpIPredicate.ult, index, total), _is(arith.CmpIPredicate.ult, page, count))
+        entry = arith.minui(page, _i32(THREADS - 1))
+        low, high, slot, _ = _load(_shared_at(self.at["sorted_pages"], entry, 16), 4)
         page = arith.ori(arith.shli(_wide(high), _i64(32)), _wide(low))
-        exists = arith.cmpi(arith.CmpIPredicate.ne, piece, _i32(0))
-        exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ne, page, _i64(0)))
+        exists = arith.andi(exists, _is(arith.CmpIPredicate.ne, page, _i64(0)))
+        return arith.select(exists, arith.addi(piece, _i32(1)), _i32(0)), page, slot
+
+    def _begin(self, number: ir.Value, piece: ir.Value, page: ir.Value, slot: ir.Value) -> tuple[ir.Value, ...]:
+        """Begin a piece's way to shared memory; (it + 1 or 0, its slot, its place in a slot)."""
+        exists = _is(arith.CmpIPredicate.ne, piece, _i32(0))
         offset = arith.muli(arith.subi(piece, _i32(1)), _i32(self.piece_bytes))
         buffer, barrier = self._stage(number)
         _ptx(
@@ -163,33 +216,31 @@ class _Copier:
             f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {self.piece_bytes}, [$2];",
             buffer, arith.addi(page, _wide(offset)), barrier, predicate=exists,
         )  # fmt: skip
-        return arith.select(exists, piece, _i32(0)), slot, offset
+        return piece, slot, offset
 
-    def _store(self, number: ir.Value, piece: tuple[ir.Value, ...]) -> None:
+    def _store(self, number: ir.Value, piece: ir.Value, slot: ir.Value, offset: ir.Value) -> None:
         """Begin the way of a piece from shared memory to its slot, once it is there."""
-        there, slot, offset = piece
         buffer, barrier = self._stage(number)
         parity = arith.andi(arith.divui(number, _i32(STAGES)), _i32(1))
         nvvm.mbarrier_try_wait_parity(llvm.inttoptr(_shared_type(), barrier), parity, _i32(PATIENCE))
-        target = arith.addi(_at(self.slots, slot, self.page_bytes), _wide(offset))
+        target = arith.addi(_at(self.at["slots"], slot, self.page_bytes), _wide(offset))
         _ptx(
             f"cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], {self.piece_bytes};",
-            target, buffer, predicate=arith.cmpi(arith.CmpIPredicate.ne, there, _i32(0)),
+            target, buffer, predicate=_is(arith.CmpIPredicate.ne, piece, _i32(0)),
         )  # fmt: skip
 
-    def _count(self, piece: tuple[ir.Value, ...]) -> None:
+    def _count(self, piece: ir.Value, slot: ir.Value, _: ir.Value) -> None:
         """Tell that a piece is in its slot."""
-        there, slot, _ = piece
         _ptx(
-            "red.release.gpu.global.add.u32 [$0], $1;", _at(self.arrived, slot, 4), _i32(1),
-            predicate=arith.cmpi(arith.CmpIPredicate.ne, there, _i32(0)),
+            "red.release.gpu.global.add.u32 [$0], $1;", _at(self.at["arrived"], slot, 4), _i32(1),
+            predicate=_is(arith.CmpIPredicate.ne, piece, _i32(0)),
         )  # fmt: skip
 
     def _stage(self, number: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The buffer and the barrier of a piece."""
-        stage = arith.remui(number, _i32(STAGES))
-        buffer = arith.addi(self.buffers, arith.muli(stage, _i32(self.piece_bytes)))
-        return buffer, arith.addi(self.barriers, arith.muli(stage, _i32(8)))
+        """The buffer and the barrier of a piece of this warp."""
+        stage = arith.addi(self.stages, arith.remui(number, _i32(STAGES)))
+        buffer = _shared_at(self.at["buffers"], stage, self.piece_bytes)
+        return buffer, _shared_at(self.at["barriers"], stage, 8)
 
 
 def _i32_type() -> ir.Type:
@@ -225,11 +276,24 @@ def _at(base: ir.Value, index: ir.Value, size: int) -> ir.Value:
     return arith.addi(base, arith.muli(_wide(index), _i64(size)))
 
 
+def _shared_at(base: ir.Value, index: ir.Value, size: int) -> ir.Value:
+    return arith.addi(base, arith.muli(index, _i32(size)))
+
+
 def _load(address: ir.Value, count: int) -> tuple[ir.Value, ...]:
-    """Integers of 32 bits, one or four."""
+    """Integers of 32 bits, one or four, from global or (addresses of 32 bits) shared memory."""
+    space = "shared" if address.type == _i32_type() else "global"
     into = ", ".join(f"${i}" for i in range(count))
-    ptx = f"ld.global.v4.b32 {{{into}}}, [$4];" if count == 4 else "ld.global.b32 $0, [$1];"
+    ptx = f"ld.{space}.v4.b32 {{{into}}}, [$4];" if count == 4 else f"ld.{space}.b32 $0, [$1];"
     return tuple(utils.inline_ptx(ptx, address, result_types=(_i32_type(),) * count, has_side_effects=True))
+
+
+def _is(relation: arith.CmpIPredicate, left: ir.Value, right: ir.Value) -> ir.Value:
+    return arith.cmpi(relation, left, right)
+
+
+def _ceil_div(value: ir.Value, by: int) -> ir.Value:
+    return arith.divui(arith.addi(value, _i32(by - 1)), _i32(by))
 
 
 def _ptx(code: str, *args: ir.Value, predicate: ir.Value | None = None) -> None:

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import (
     COPIERS,
+    Order,
     copy_pieces,
     pieces_of,
     wait_for_page,
@@ -277,7 +278,8 @@ def attend_splits(
 
         if copiers:
             pl.when(program >= copiers)(attend_split)
-            copy = partial(copy_pieces, named["pages"], named["n_pages"], kv_ref, arrived_ref, page_bytes)
+            order = Order(n_slots, plan.splits, plan.entries)
+            copy = partial(copy_pieces, named["pages"], named["n_pages"], kv_ref, arrived_ref, page_bytes, order)
             pl.when(program < copiers)(copy)
         else:
             attend_split()
