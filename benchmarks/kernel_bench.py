@@ -74,6 +74,8 @@ class Options:
     """Begin no further case when they are over."""
     part_seconds: float = 150.0
     """Most seconds for one part."""
+    rates: tuple[float, float] | None = None
+    """Bytes and matrix operations per second, if measured before; parts of one run share them."""
     isolate: bool = True
     """Every part in a process of its own, so that one which breaks or hangs costs no other."""
     out: Path = Path("benchmarks/results")

@@ -46,9 +46,11 @@ SMALL_SIZES: dict[str, Any] = dict(rows=(2,), contexts=(256, 512), lengths=(512,
 def run_here(options: Options) -> dict[str, Any]:
     """Measure the parts in this process: figures, what failed, and what there was no time for."""
     deadline = time.monotonic() + options.seconds
-    bandwidth = measure_rates().memory
-    matmul = matmul_rate(256 if options.small else 8192)
-    print(f"memory {bandwidth / 1e12:.2f} TB/s, matrix products {matmul / 1e12:.3g} TFLOP/s", flush=True)
+    if options.rates:
+        bandwidth, matmul = options.rates
+    else:
+        bandwidth, matmul = measure_rates().memory, matmul_rate(256 if options.small else 8192)
+        print(f"memory {bandwidth / 1e12:.2f} TB/s, matrix products {matmul / 1e12:.3g} TFLOP/s", flush=True)
     left_out: list[str] = []
     made_with = {
         "environment": environment(),
@@ -103,6 +105,7 @@ def run_apart(name: str, options: Options, seconds: float) -> dict[str, Any]:
         for sizes in ("rows", "contexts", "lengths"):
             command += [f"--{sizes}", *map(str, getattr(options, sizes))]
         command += ["--small"] if options.small else []
+        command += ["--rates", *map(str, options.rates)] if options.rates else []
         try:
             code = subprocess.run(command, timeout=seconds + GRACE_SECONDS, check=False).returncode
             problems = [] if code in (0, 1) else [f"{name}: ended with status {code}"]
@@ -141,6 +144,8 @@ def main() -> int:
             part = {"figures": [], "failures": [], "left_out": [f"{', '.join(names)}: no time left"]}
         elif options.isolate:
             part = run_apart(names[0], options, min(left, options.part_seconds))
+            if options.rates is None and "bytes_per_second" in part:
+                options = dataclasses.replace(options, rates=(part["bytes_per_second"], part["operations_per_second"]))
         else:
             part = run_here(options)
         report = merge(report, part)

@@ -1,8 +1,11 @@
 """How long a function takes on the device, without the host's part in it."""
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -17,7 +20,7 @@ Contender = tuple[Callable[[Any, Any], Any], Any, Sequence[Any]]
 
 def loop(
     call: Callable[[Any, Any], Any], repeats: int, unroll: int, *, donate: bool = False
-) -> Callable[[Any, Sequence[Any]], Any]:
+) -> jax.stages.Wrapped:
     """A jitted function that calls `call(carry, inputs)` `repeats * unroll` times for every one of several inputs.
 
     Calls depend on each other through the carry, so they run one after the other without a word from the host, and
@@ -57,17 +60,20 @@ def seconds_per_call(
       failures: gets the message of every contender that does not compile or run, which is then left out; None raises.
       donate: update a large carry in place instead of copying it whenever a loop begins; it goes on from run to run.
     """
-    compiled = {}
-    for name, (call, carry, inputs) in contenders.items():
-        try:
-            run = _Run(loop(call, repeats, unroll, donate=donate), carry, inputs, donate)
-            run.seconds(1)
-        except Exception as error:  # whatever one implementation cannot do, the others can be timed
-            if failures is None:
-                raise
-            failures[name] = f"{type(error).__name__}: {error}"
-            continue
-        compiled[name] = run
+    compiled: dict[str, _Run] = {}
+    # Compiling is most of a short measurement's time, and does not hold Python's lock.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        waiting = {}
+        for name, (call, carry, inputs) in contenders.items():
+            with _noted(name, failures):
+                lowered = loop(call, repeats, unroll, donate=donate).lower(carry, inputs)
+                waiting[name] = pool.submit(lowered.compile)
+        for name, future in waiting.items():
+            with _noted(name, failures):
+                _, carry, inputs = contenders[name]
+                run = _Run(future.result(), carry, inputs, donate)
+                run.seconds(1)
+                compiled[name] = run
     taken: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(rounds):
         for name, run in compiled.items():
@@ -79,8 +85,19 @@ def seconds_per_call(
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
+@contextmanager
+def _noted(name: str, failures: dict[str, str] | None) -> Iterator[None]:
+    """Keeps the message of an error instead of raising it: what one implementation cannot do, the others can."""
+    try:
+        yield
+    except Exception as error:
+        if failures is None:
+            raise
+        failures[name] = f"{type(error).__name__}: {error}"
+
+
 class _Run:
-    """A loop with what it begins with: always the same, or with `donate` a copy that goes on from run to run."""
+    """A compiled loop and what it begins with: always the same, or with `donate` a copy that goes on from run to run."""
 
     def __init__(
         self, program: Callable[[Any, Sequence[Any]], Any], carry: Any, inputs: Sequence[Any], donate: bool
