@@ -97,7 +97,7 @@ def _noted(name: str, failures: dict[str, str] | None) -> Iterator[None]:
 
 
 class _Run:
-    """A compiled loop and what it begins with: always the same, or with `donate` a copy that goes on from run to run."""
+    """A compiled loop and its first carry: always the same, or with `donate` a copy that goes on from run to run."""
 
     def __init__(
         self, program: Callable[[Any, Sequence[Any]], Any], carry: Any, inputs: Sequence[Any], donate: bool

@@ -211,6 +211,48 @@ def test_a_pool_of_another_gpu_is_refused():
         assert pool.stats().write_calls == 1
 
 
+def test_fetches_in_flight_on_two_gpus_at_once():
+    """Every device fetches from its own pool, while the other's fetches are on their way."""
+    if len(jax.devices("cuda")) < 2:
+        pytest.skip("needs two GPUs")
+    devices, shape, turns = jax.devices("cuda")[:2], Shape(slots=4, blocks=9, block=16, dim=32), 20
+    table, layer = np.asarray(shape.page_table()), 1
+    pools = [ffi.HostPool(shape.n_pages, shape.page_bytes, device=device) for device in devices]
+    for number, pool in enumerate(pools):
+        for row, head, block in np.ndindex(shape.rows, shape.heads, shape.blocks):
+            page = np.full(shape.page_bytes // 4, 1000 * number + 100 * row + 10 * head + block, np.float32)
+            pool.write_page((int(table[row, block]) * shape.layers + layer) * shape.heads + head, page)
+
+    @jax.jit
+    def fetch(handle, cache, wanted):
+        nothing = jnp.full((shape.rows, shape.heads, shape.slots), -1, jnp.int32)
+        fresh_from = jnp.full(shape.rows, shape.blocks, jnp.int32)
+        return ffi.fetch_blocks(
+            handle, cache, wanted, nothing, nothing, jnp.int32(1), fresh_from, table, layer=layer,
+            n_layers=shape.layers,
+        ).cache  # fmt: skip
+
+    def block_of(turn, number):
+        return (turn + number) % shape.blocks
+
+    got = []
+    for turn in range(turns):
+        for number, (device, pool) in enumerate(zip(devices, pools, strict=True)):
+            with jax.default_device(device):
+                wanted = jnp.full((shape.rows, shape.heads, 1), block_of(turn, number), jnp.int32)
+                got.append(fetch(pool.handle, jnp.zeros(shape.cache), wanted))
+    for index, cache in enumerate(got):
+        turn, number = divmod(index, 2)
+        assert cache.devices() == {devices[number]}
+        for row, head in np.ndindex(shape.rows, shape.heads):
+            held = np.asarray(cache[row, head, 0])
+            assert (held == 1000 * number + 100 * row + 10 * head + block_of(turn, number)).all()
+    for pool in pools:
+        pool.check()
+        assert pool.stats().pages_read == turns * shape.rows * shape.heads
+        pool.close()
+
+
 def test_o5_the_interpreter_exits_cleanly_with_a_pool_in_use():
     script = (
         "import jax, jax.numpy as jnp, numpy as np\n"
