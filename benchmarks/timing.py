@@ -18,9 +18,7 @@ CHAINED = 4  # runs of a program, one waiting for the other on the device, besid
 Contender = tuple[Callable[[Any, Any], Any], Any, Sequence[Any]]
 
 
-def loop(
-    call: Callable[[Any, Any], Any], repeats: int, unroll: int, *, donate: bool = False
-) -> jax.stages.Wrapped:
+def loop(call: Callable[[Any, Any], Any], repeats: int, unroll: int, *, donate: bool = False) -> jax.stages.Wrapped:
     """A jitted function that calls `call(carry, inputs)` `repeats * unroll` times for every one of several inputs.
 
     Calls depend on each other through the carry, so they run one after the other without a word from the host, and
