@@ -30,9 +30,9 @@ from nosa_jax.infer.cli_output import (
     write_text,
 )
 from nosa_jax.infer.cli_prompts import STDIN, NamedPrompt, PromptReader, chat_options
-from nosa_jax.infer.engine import Engine
+from nosa_jax.infer.engine import Engine, require_steps_per_dispatch
 from nosa_jax.infer.frozen import freeze
-from nosa_jax.infer.plan import DoesNotFitError, make_plan
+from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, DoesNotFitError, make_plan
 from nosa_jax.infer.report import statistics_tables
 from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.model import NosaLM
@@ -96,6 +96,10 @@ class GenerateConfig:
     the model was made for."""
     max_batch: int | None = None
     """Rows decoded together. Default: one for each prompt, at most 8."""
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    """Tokens of a prompt that are read at once. More read long prompts faster, fewer need less memory."""
+    steps_per_dispatch: int = 1
+    """Tokens of a row that the device is told to write at once. More save the host's time, and come together."""
     attention: AttentionKind | None = None
     """Decode as another of the compared systems. Default: the model's own."""
     dtype: ComputeDtype | None = None
@@ -177,7 +181,9 @@ def _generate(config: GenerateConfig) -> None:
         slots=config.slots,
         device_budget=config.device_budget,
         host_budget=config.host_budget,
+        prefill_chunk=config.prefill_chunk,
     )
+    require_steps_per_dispatch(config.steps_per_dispatch, sizes["max_context"])
     weight_bytes = jax.eval_shape(lambda: freeze(NosaLM(model_config, rngs=nnx.Rngs(0)))).nbytes
     plan = make_plan(model_config, weight_bytes=weight_bytes, **sizes)
     if config.plan:
@@ -186,7 +192,9 @@ def _generate(config: GenerateConfig) -> None:
 
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(open_output(config.output, config.jsonl))
-        engine = stack.enter_context(Engine(_load(source, config), tokenizer=tokenizer, **sizes))
+        model = _load(source, config)
+        steps = config.steps_per_dispatch
+        engine = stack.enter_context(Engine(model, tokenizer=tokenizer, steps_per_dispatch=steps, **sizes))
         start = time.perf_counter()
         names = [p.name for p in prompts]
         if conversation:

@@ -34,6 +34,20 @@ from nosa_jax.offload.state import DecodeState
 from nosa_jax.tokenizer import Tokenizer
 
 
+def require_steps_per_dispatch(steps: int, max_context: int) -> None:
+    """Refuse what an engine cannot dispatch at once.
+
+    Raises:
+      InputError: not a whole number from 1 to `max_context`.
+    """
+    # A context of 0 is refused for itself.
+    if not isinstance(steps, int) or not 1 <= steps <= max(1, max_context):
+        raise InputError(
+            f"steps_per_dispatch={steps!r} must be a whole number from 1 to max_context={max_context}, more steps than "
+            "any request takes; 1 hands out every token by itself, 4 to 16 save most of the host's time"
+        )
+
+
 class Engine:
     """Owns a cache layout and the host pages, and decodes with them (docs/03, docs/09).
 
@@ -79,13 +93,7 @@ class Engine:
         max_queue: int | None = None,
         max_overtaken: int = 8,
     ) -> None:
-        # A context of 0 is refused for itself.
-        if not isinstance(steps_per_dispatch, int) or not 1 <= steps_per_dispatch <= max(1, max_context):
-            raise InputError(
-                f"steps_per_dispatch={steps_per_dispatch!r} must be a whole number from 1 to max_context="
-                f"{max_context}, more steps than any request takes; 1 hands out every token by itself, 4 to 16 save "
-                "most of the host's time"
-            )
+        require_steps_per_dispatch(steps_per_dispatch, max_context)
         for name, value, least in (("max_queue", max_queue, 1), ("max_overtaken", max_overtaken, 0)):
             if value is not None and value < least:
                 raise InputError(f"{name}={value} must be at least {least}")

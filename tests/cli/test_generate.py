@@ -47,10 +47,12 @@ def expected(byte_model):
     return result.text
 
 
-@pytest.mark.parametrize("cache", [(), ("--resident",)])
-def test_streamed_text_is_that_of_the_library(capsys, byte_model, expected, cache):
+@pytest.mark.parametrize(
+    "options", [(), ("--resident",), ("--steps-per-dispatch", "8"), ("--prefill-chunk", "8")], ids=" ".join
+)
+def test_streamed_text_is_that_of_the_library(capsys, byte_model, expected, options):
     """Written piece by piece, with the blocks in host memory or all on the device."""
-    assert generate(capsys, "--model", str(byte_model), "--prompt", PROMPT, *SAMPLING, *cache) == expected + "\n"
+    assert generate(capsys, "--model", str(byte_model), "--prompt", PROMPT, *SAMPLING, *options) == expected + "\n"
 
 
 def test_several_prompts_from_text_and_files(capsys, byte_model, expected, tmp_path):
@@ -106,6 +108,8 @@ def test_model_without_a_tokenizer(capsys, nameless_model):
         (["--prompt", "x", "--host-budget", "1KiB"], ["host", "1,024", "needs"]),
         (["--prompt", "x" * 40, "--host-budget", "4KiB"], ["prompt 0 needs 43 blocks", "22,016 bytes", "4,096 bytes"]),
         (["--prompt", "x", "--max-batch", "0"], ["max_batch=0", "at least 1"]),
+        (["--prompt", "x", "--prefill-chunk", "0"], ["prefill_chunk=0", "at least 1"]),
+        (["--prompt", "x", "--steps-per-dispatch", "0"], ["steps_per_dispatch=0", "from 1 to max_context=130"]),
         (["--prompt", "x", "--attention", "dense"], ["'dense'", "--resident"]),
         (["--prompt", "x", "--step", "3"], ["step=3", "leave step out"]),
         (["--prompt", "x", "--tokenizer", "/no/file"], ["/no/file", "tokenizer.json"]),
