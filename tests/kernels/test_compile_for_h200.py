@@ -72,8 +72,8 @@ def compiled(case: str, plugin: Path) -> dict:
 def test_j2_a_decode_step_copies_no_cache(case, cuda_plugin):
     """J2 for the GPU's program: temporaries are far below a layer's cache, and nothing of its size is copied."""
     report = compiled(case, cuda_plugin)
-    # Logits, scores, selection, attention (with overlap, before and after late blocks), merging.
-    assert report["calls"] == 2 * (6 if "overlapped" in case else 5)
+    # Logits, scores, selection, attention (with overlap, it copies late blocks too), merging.
+    assert report["calls"] == 2 * 5
     assert report["temporaries"] < LAYER_CACHE[case] / 4
     assert max(report["copied"], default=0) * 4 < LAYER_CACHE[case] / 4
     assert len(report["spills"]) >= 5
