@@ -23,8 +23,8 @@ def step_options(rows: int) -> dict[str, Any] | None:
 def overlap_pays(pairs: int) -> bool:
     """Whether to attend to resident blocks while others arrive, with so many pairs of a row and a KV head: same bits.
 
-    At 64K tokens of the 8B shape (2 KV heads, twice as many slots as selected blocks) on an H200, the kernels of a step
-    took 3 % less at 16 rows, and at least 5 % less at 32 and 8 % at 64; fewer rows, which miss fewer blocks, were not
+    At 64K tokens of the 8B shape (2 KV heads, twice as many slots as selected blocks) on an H200, a step took 3 % less
+    at 16 rows, and its kernels at least 5 % less at 32 and 8 % at 64; fewer rows, which miss fewer blocks, were not
     measured.
     """
     return jax.default_backend() == "gpu" and pairs >= OVERLAPPED_PAIRS

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nosa_jax.ffi import NewToken, fetch_blocks, store_blocks
+from nosa_jax.ffi import Fetched, NewToken, fetch_blocks, store_blocks
 from nosa_jax.offload.append import append_tail
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import LayerCache
@@ -54,11 +54,14 @@ def bring_in(
         tail_slot = jnp.where(is_current, slot_ids, -1).max(axis=-1)
         cache = dataclasses.replace(cache, slots=append_tail(cache.slots, k, v, tail_slot, lengths))
         return cache, Residency(slot_ids, tail_slot, hits, jnp.zeros_like(hits))
-    dtype = cache.slots.dtype
     arrays = (handle, cache.slots, block_ids, cache.slot_block, cache.last_used, step, current, page_table)
-    token = NewToken(k.astype(dtype), v.astype(dtype), lengths)
+    token = NewToken(k.astype(cache.slots.dtype), v.astype(cache.slots.dtype), lengths)
     n_layers = layout.config.num_layers
-    fetched = fetch_blocks(*arrays, token=token, layer=layer, n_layers=n_layers, keep_if_unused=False)
+    return with_fetched(cache, fetch_blocks(*arrays, token=token, layer=layer, n_layers=n_layers, keep_if_unused=False))
+
+
+def with_fetched(cache: LayerCache, fetched: Fetched) -> tuple[LayerCache, Residency]:
+    """The cache after a fetch, and where its blocks lie."""
     cache = dataclasses.replace(cache, slots=fetched.cache, slot_block=fetched.slot_block, last_used=fetched.last_used)
     return cache, Residency(fetched.slot_ids, fetched.tail_slot, fetched.hits, fetched.misses)
 

@@ -211,6 +211,32 @@ def test_a_pool_of_another_gpu_is_refused():
         assert pool.stats().write_calls == 1
 
 
+def test_a_page_with_a_fault_is_listed_as_nothing_and_counts_as_arrived():
+    """So that nobody waits for it; `check` has the fault, and the other pages are listed as always."""
+    pieces, bad_row, bad_block = 3, 1, 2
+    every_pair = (SHAPE.rows, SHAPE.heads)
+    with ffi.HostPool(SHAPE.n_pages, SHAPE.page_bytes) as pool:
+        table = SHAPE.page_table().at[bad_row, bad_block].set(SHAPE.n_pages)
+        wanted = jnp.broadcast_to(jnp.asarray([bad_block, 0], jnp.int32), (*every_pair, 2))
+        nothing = jnp.full((*every_pair, SHAPE.slots), -1, jnp.int32)
+        fresh_from = jnp.full(SHAPE.rows, SHAPE.blocks, jnp.int32)
+        fetched, pages = ffi.list_blocks(
+            pool.handle, SHAPE.random_cache(0), wanted, nothing, nothing, jnp.int32(1), fresh_from, table,
+            layer=0, n_layers=SHAPE.layers, pieces=pieces,
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"list_blocks: page table entry {SHAPE.n_pages} of block {bad_block}"):
+            pool.check()
+        assert pool.stats().pages_read == wanted.size
+    assert np.asarray(pages.late).all()
+    arrived = np.take_along_axis(np.asarray(pages.arrived), np.asarray(fetched.slot_ids), axis=2)
+    expected = np.zeros_like(arrived)
+    expected[bad_row, :, 0] = pieces
+    np.testing.assert_array_equal(arrived, expected)
+    entries = np.concatenate([of[:n] for of, n in zip(np.asarray(pages.pages), np.asarray(pages.n_pages), strict=True)])
+    assert len(entries) == wanted.size
+    assert (entries[:, :2] == 0).all(axis=1).sum() == SHAPE.heads
+
+
 def test_fetches_in_flight_on_two_gpus_at_once():
     """Every device fetches from its own pool, while the other's fetches are on their way."""
     if len(jax.devices("cuda")) < 2:

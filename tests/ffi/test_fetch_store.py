@@ -36,6 +36,13 @@ def empty(shape: Shape) -> jax.Array:
     return everywhere(shape, [-1] * shape.slots)
 
 
+def listed(pool, cache, wanted, table):
+    """The cache after `list_blocks`."""
+    fresh_from = jnp.full(cache.shape[0], 99, jnp.int32)
+    tables = (empty(SHAPE), empty(SHAPE), jnp.int32(1), fresh_from, table)
+    return ffi.list_blocks(pool.handle, cache, wanted, *tables, layer=0, n_layers=SHAPE.layers, pieces=1)[0].cache
+
+
 def store_all(pool, caches, table, block, slot, full=None):
     """The block of every row, from one slot, for all layers."""
     rows = caches[0].shape[0]
@@ -142,6 +149,10 @@ def test_j1_counts_are_exact_and_vmap_and_grad_say_what_to_do(device, make_pool)
     assert pool.stats().pages_written == 0
     with pytest.raises(NotImplementedError, match="fetch_blocks cannot be vmapped"):
         jax.vmap(once)(cache[None])
+    with pytest.raises(NotImplementedError, match="list_blocks cannot be vmapped"):
+        jax.vmap(lambda cache: listed(pool, cache, wanted, table))(cache[None])
+    with pytest.raises(NotImplementedError, match="list_blocks cannot be differentiated"):
+        jax.grad(lambda cache: listed(pool, cache, wanted, table).sum())(cache)
     with pytest.raises(NotImplementedError, match="store_blocks cannot be differentiated"):
         jax.grad(lambda cache: store_all(pool, [cache], table, 0, 0)[0].sum())(cache)
 
