@@ -1,16 +1,18 @@
 """Dual block selection as a Mosaic GPU kernel: one warpgroup per query and KV head, scores read once.
 
-The blocks of a row lie in registers as [64 chunks, blocks / 64]. Three steps, whose cost does not grow with the budget:
+The blocks of a row lie in registers, at first in a line and at last as [64 chunks, blocks / 64]. Three steps, whose cost
+does not grow with the budget:
 
 1. Scores become integers of the same order (NaN below -inf, -0 equal to +0), so that every comparison is exact.
 2. The k best: a search over the integers for a threshold that k of them reach. Two candidates are counted at once, in
-   the halves of one integer. It ends as soon as a count fits; where equal scores straddle the budget, a second search
-   finds the index up to which they are taken.
+   the halves of one integer, which one instruction adds up over a warp. It ends as soon as a count fits; where equal
+   scores straddle the budget, a second search finds the index up to which they are taken.
 3. Ascending ids: slot j of the result lies in the chunk whose running count passes j. A product with a 0/1 matrix hands
    the slot that chunk's running counts, and the position is how many of those do not pass j.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nosa_jax.pallas_kernels.select_blocks.reference import NO_BLOCK
@@ -29,6 +32,9 @@ ROWS = 8  # TMA reads tiles of eight rows
 WIDE = 8192  # rows of more blocks come as 128 chunks and share one buffer for both kinds of score
 MAX_BLOCKS = 16_384
 NOT_A_CANDIDATE = -(2**31)
+# A row of blocks over all threads, four side by side in each. Unlike in the layout of wgmma, a sum over the lanes of a
+# warp is then one instruction.
+FLAT = plgpu.Layout.TILED(Tiling(((512,), (128,), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -57,8 +63,17 @@ def _per_column(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
-def _total(values: jax.Array) -> jax.Array:
-    return values.sum(axis=1).sum()
+# The interpreter knows no references with another shape, the compiler no arrays.
+def _load_line(ref: Any, interpreted: bool) -> jax.Array:
+    size = math.prod(ref.shape)
+    return ref[...].reshape(size) if interpreted else plgpu.load(ref.reshape(size), layout=FLAT, optimized=False)
+
+
+def _store_line(ref: Any, values: jax.Array, interpreted: bool) -> None:
+    if interpreted:
+        ref[...] = values.reshape(ref.shape)
+    else:
+        ref.reshape(values.shape)[...] = values
 
 
 def ordered(scores: jax.Array) -> jax.Array:
@@ -72,17 +87,17 @@ def ordered(scores: jax.Array) -> jax.Array:
 def best(keys: jax.Array, index: jax.Array, count: int) -> jax.Array:
     """Mask of the `count` largest keys, equal ones by lower index, or of all candidates when there are fewer."""
     n_blocks = keys.size
-    candidates = _total(jnp.where(keys > NOT_A_CANDIDATE, 1, 0))
+    candidates = jnp.where(keys > NOT_A_CANDIDATE, 1, 0).sum()
     few = candidates <= count
-    lowest = jnp.where(keys > NOT_A_CANDIDATE, keys, 2**31 - 1).min(axis=1).min()
-    highest = keys.max(axis=1).max()
+    lowest = jnp.where(keys > NOT_A_CANDIDATE, keys, 2**31 - 1).min()
+    highest = keys.max()
 
     # n_low keys reach `low`, at least `count`; n_high < count keys reach `high`.
     def narrow(state: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
         low, high, n_low, n_high = state
         third = jnp.maximum(lax.div((high >> 1) - (low >> 1), jnp.int32(3)) * 2, 1)
         one, two = low + third, jnp.minimum(low + third + third, high - 1)
-        both = _total(jnp.where(keys >= one, 1, 0) + jnp.where(keys >= two, 1 << 16, 0))
+        both = (jnp.where(keys >= one, 1, 0) + jnp.where(keys >= two, 1 << 16, 0)).sum()
         n_one, n_two = both & 0xFFFF, both >> 16
         reach_one, reach_two = n_one >= count, n_two >= count
         return (
@@ -105,7 +120,7 @@ def best(keys: jax.Array, index: jax.Array, count: int) -> jax.Array:
     def halve(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         below, above = state
         middle = (below + above) >> 1
-        enough = _total(jnp.where((keys == low) & (index < middle), 1, 0)) >= room
+        enough = jnp.where((keys == low) & (index < middle), 1, 0).sum() >= room
         return jnp.where(enough, below, middle), jnp.where(enough, middle, above)
 
     start = (jnp.where(tied, 0, n_blocks - 1).astype(jnp.int32), jnp.int32(n_blocks))
@@ -154,7 +169,7 @@ def write_ids(chosen: jax.Array, write: Callable[[int, jax.Array], None], slots:
 def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_ref: Any, scores_smem: Any,
                    mask_smem: Any, prefix_smem: Any, triangle_smem: Any, pick_smem: Any, counts_smem: Any,
                    barriers: Any, *, n_blocks: int, n_kv: int, queries: int, queries_e: int, block_size: int,
-                   sink: int, local: int, query: int, evict: int) -> None:  # fmt: skip
+                   sink: int, local: int, query: int, evict: int, interpreted: bool) -> None:  # fmt: skip
     """The selected ids of one query and KV head."""
     program = lax.axis_index("program")
     row, kv = lax.div(program, jnp.int32(n_kv)), lax.rem(program, jnp.int32(n_kv))
@@ -162,7 +177,7 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
     position = positions_ref[row]
     current = jnp.where(position < 0, -1, jnp.minimum(lax.div(position, jnp.int32(block_size)), n_blocks - 1))
     buffers, *shape = scores_smem.shape
-    shape = tuple(shape)
+    shape, size = tuple(shape), math.prod(shape)
     most_copies = shape[0] // COPY
     copies = lax.div(current, jnp.int32(COPY * shape[1])) + 1  # blocks after the current one are not read
     sources = [
@@ -186,7 +201,7 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
 
     for which in range(min(buffers, len(sources))):
         fetch(which)
-    index = _iota(shape, 0) * shape[1] + _iota(shape, 1)
+    index = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=FLAT)
     exists = index <= current
     chosen = exists & ((index < sink) | (index > current - local))
     for which, (_, _, count) in enumerate(sources):
@@ -197,9 +212,13 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
             plgpu.barrier_wait(barriers.at[which * most_copies + part])
 
         lax.fori_loop(0, copies, landed, None)
-        scores = plgpu.load(scores_smem.at[which % buffers], layout=plgpu.Layout.WGMMA, optimized=False)
+        scores = _load_line(scores_smem.at[which % buffers], interpreted)
         keys = jnp.where(chosen, NOT_A_CANDIDATE, jnp.where(exists, ordered(scores), NOT_A_CANDIDATE))
         chosen = chosen | best(keys, index, count)
+
+    # By way of shared memory into the layout of wgmma.
+    _store_line(scores_smem.at[0], jnp.where(chosen, 1.0, 0.0), interpreted)
+    chosen = plgpu.load(scores_smem.at[0], layout=plgpu.Layout.WGMMA, optimized=False) > 0
 
     def write(first: int, ids: jax.Array) -> None:
         ids_ref[program, pl.ds(first, SLOTS)] = ids
@@ -255,6 +274,7 @@ def select_blocks(
             local=local,
             query=query,
             evict=evict,
+            interpreted=interpret is not None,
         ),
         out_type=jax.ShapeDtypeStruct((batch * queries * n_kv, slots), jnp.int32),
         scratch_types=(
