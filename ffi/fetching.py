@@ -1,6 +1,5 @@
 """Fetching one layer's blocks in a decode step: copied at once, or listed for a kernel that attends meanwhile."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -108,9 +107,8 @@ def list_blocks(
         "list_blocks", handle, cache, wanted, slot_block, last_used, step, fresh_from, page_table, token, layer,
         n_layers, n_ctas,
     )  # fmt: skip
-    clusters = n_ctas // math.gcd(n_ctas, 8)
-    most = -(-wanted.shape[0] * wanted.shape[1] // clusters) * wanted.shape[2]
-    lists = (wanted.shape, slot_block.shape, (clusters, most, 4), (clusters,))
+    most = -(-wanted.shape[0] * wanted.shape[1] // n_ctas) * wanted.shape[2]
+    lists = (wanted.shape, slot_block.shape, (n_ctas, most, 4), (n_ctas,))
     results = (*options.pop("result_shape_dtypes"), *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists))
     call = jax.ffi.ffi_call("nosa_list_blocks", results, **options)
     got = call(*args, layer=layer, n_layers=n_layers, n_ctas=n_ctas, pieces=pieces)

@@ -1,5 +1,4 @@
-// The kernel of fetch_blocks: assign_slots, swap_in and the new token in one launch, for GPUs with clusters (sm_90 on);
-// and that of list_blocks, which lists the pages for whoever copies them instead of copying.
+// The kernel of fetch_blocks: assign_slots, swap_in and the new token in one launch, for GPUs with clusters (sm_90 on).
 //
 // The CTAs of a cluster share some (row, KV head) pairs; a warp takes a pair. Then the CTAs tell one another how many
 // blocks each pair has to load, and all warps of the cluster copy. No CTA waits on one outside its
@@ -19,26 +18,15 @@ constexpr int kMaxCluster = 8;       // CTAs that every such GPU can put into a 
 constexpr int kMostPerLane = 16;     // of slots; victims of larger tables are better sorted
 constexpr int64_t kFetchSharedBytes = 96 * 1024;  // of a CTA: two of them fit on a multiprocessor
 
-// What list_blocks leaves to the kernel that copies while it attends. A page comes in `pieces` pieces.
-struct PageLists {
-  int32_t* late = nullptr;     // [B, K, C]: 1 where a wanted block is listed
-  int32_t* arrived = nullptr;  // [B, K, S]: pieces that are in a slot, for slots of late blocks; of others undefined
-  uint4* pages = nullptr;      // [clusters, capacity]: address (low, high; 0: nothing), which of all slots, which wanted entry
-  int32_t* n_pages = nullptr;  // [clusters]
-  int64_t capacity = 0;
-  int32_t pieces = 0;
-};
-
 struct FetchArgs {
   TransferArgs transfer;  // without lists
   SlotTables tables;
   TokenArgs token;
-  PageLists lists;          // of use to list_blocks alone
   int32_t n_assigners = 0;  // warps of a CTA that take a pair at a time
   int32_t warp_bytes = 0;   // of shared memory, for each of those
 };
 
-template <int kWants, int kSlots, bool kLists>
+template <int kWants, int kSlots>
 __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_constant__ FetchArgs args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   constexpr uint32_t kWarps = kTransferThreads / kLanes;
@@ -57,7 +45,6 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
   const uint32_t n_mine = n_pairs > number ? (n_pairs - 1 - number) / n_clusters + 1 : 0;
   const uint32_t n_lists = n_ctas * args.n_assigners, list = warp * n_ctas + rank;  // spread over the CTAs first
 
-  int32_t n_listed = 0;
   for (uint32_t first = 0, turn = 0; first < n_mine; first += n_lists, turn ^= 1) {
     if (warp < static_cast<uint32_t>(args.n_assigners) && first + list < n_mine) {
       const int64_t pair = static_cast<int64_t>(first + list) * n_clusters + number;
@@ -69,7 +56,6 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
       if (lane < n_ctas) *cluster.map_shared_rank(&counts[turn][list], lane) = n_loads;
       cluster.barrier_arrive();
       token.Write(slots.Write());  // after the arrival, which would wait for these stores otherwise
-      if (kLists) slots.WriteLate(args.lists.late);
     } else {
       if (first == 0) cluster.barrier_wait();
       cluster.barrier_arrive();
@@ -93,26 +79,7 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
     if (usable && rank == 0 && warp == 0 && lane == 0) {
       atomicAdd(&pool_counts[pool_place].pages_read, static_cast<unsigned long long>(tile.n_entries));
     }
-    if (kLists) {
-      for (uint32_t entry = warp * n_ctas + rank; entry < tile.n_entries; entry += kWarps * n_ctas) {
-        const Tile::Entry found = tile.Find(entry);
-        const auto* const lists = reinterpret_cast<const int4*>(
-            reinterpret_cast<const std::byte*>(shared) + found.list / n_ctas * args.warp_bytes);
-        const int4 listed = cluster.map_shared_rank(lists, found.list % n_ctas)[found.position];
-        const int64_t h = static_cast<int64_t>(first + found.list) * n_clusters + number;
-        const Listed block{listed.x, listed.y, listed.z};
-        const std::byte* const page =
-            usable ? Resolve(args.transfer, pool, args.transfer.cache, sizes.layer, h, block).page : nullptr;
-        if (lane != 0) continue;
-        const int64_t slot = h * sizes.slots + listed.y;
-        const auto address = reinterpret_cast<uint64_t>(page);
-        args.lists.pages[number * args.lists.capacity + n_listed + entry] =
-            make_uint4(static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32),
-                       static_cast<uint32_t>(slot), static_cast<uint32_t>(listed.w));
-        args.lists.arrived[slot] = page == nullptr ? args.lists.pieces : 0;  // nobody waits for what will not come
-      }
-      n_listed += static_cast<int32_t>(tile.n_entries);
-    } else if (usable) {
+    if (usable) {
       const auto page_units = static_cast<uint32_t>(sizes.page_bytes / sizeof(uint4));
       for (Turn run(page_units, warp * n_ctas + rank, kWarps * n_ctas); run.entry < tile.n_entries; run.Next()) {
         const Tile::Entry found = tile.Find(run.entry);
@@ -129,7 +96,6 @@ __global__ void __launch_bounds__(kTransferThreads) FetchKernel(const __grid_con
     }
     cluster.sync();  // the lists are read by others until here
   }
-  if (kLists && rank == 0 && threadIdx.x == 0) args.lists.n_pages[number] = n_listed;
 #endif
 }
 
@@ -167,7 +133,7 @@ inline unsigned ClusterSize(int64_t n_ctas) {
   return size;
 }
 
-template <int kWants, int kSlots, bool kLists>
+template <int kWants, int kSlots>
 cudaError_t LaunchFetchKernel(const FetchArgs& args, int64_t n_ctas, cudaStream_t stream) {
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -180,14 +146,13 @@ cudaError_t LaunchFetchKernel(const FetchArgs& args, int64_t n_ctas, cudaStream_
   config.attrs = &cluster;
   config.numAttrs = 1;
   if (config.dynamicSmemBytes > 46 * 1024) {  // the static share comes on top
-    cudaFuncSetAttribute(FetchKernel<kWants, kSlots, kLists>, cudaFuncAttributeMaxDynamicSharedMemorySize, kFetchSharedBytes);
+    cudaFuncSetAttribute(FetchKernel<kWants, kSlots>, cudaFuncAttributeMaxDynamicSharedMemorySize, kFetchSharedBytes);
   }
-  return cudaLaunchKernelEx(&config, FetchKernel<kWants, kSlots, kLists>, args);
+  return cudaLaunchKernelEx(&config, FetchKernel<kWants, kSlots>, args);
 }
 
 // Launches the kernel for arguments that fit, at least one pair of them.
-template <bool kLists>
-cudaError_t LaunchFetch(FetchArgs args, int64_t n_ctas, cudaStream_t stream) {
+inline cudaError_t LaunchFetch(FetchArgs args, int64_t n_ctas, cudaStream_t stream) {
   const TransferSizes& sizes = args.transfer.sizes;
   SetSizes(sizes, &args.tables);
   const int64_t warp_bytes = FetchWarpBytes(sizes);
@@ -196,9 +161,9 @@ cudaError_t LaunchFetch(FetchArgs args, int64_t n_ctas, cudaStream_t stream) {
   args.n_assigners = static_cast<int32_t>(
       std::min({pairs_per_cta, kFetchSharedBytes / warp_bytes, static_cast<int64_t>(kTransferThreads / kLanes)}));
   switch (SlotsPerLane(sizes)) {
-    case 4: return LaunchFetchKernel<2, 4, kLists>(args, n_ctas, stream);
-    case 8: return LaunchFetchKernel<2, 8, kLists>(args, n_ctas, stream);
-    default: return LaunchFetchKernel<kMostPerLane, kMostPerLane, kLists>(args, n_ctas, stream);
+    case 4: return LaunchFetchKernel<2, 4>(args, n_ctas, stream);
+    case 8: return LaunchFetchKernel<2, 8>(args, n_ctas, stream);
+    default: return LaunchFetchKernel<kMostPerLane, kMostPerLane>(args, n_ctas, stream);
   }
 }
 

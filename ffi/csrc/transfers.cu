@@ -7,7 +7,7 @@
 #include "assign_kernel.h"
 #include "cuda_handlers.h"
 #include "cuda_pool.h"
-#include "fetch_kernel.cuh"
+#include "list_kernel.cuh"
 #include "handlers.h"
 #include "store_kernel.cuh"
 #include "transfer_kernel.cuh"
@@ -90,14 +90,13 @@ bool HasClusters() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
-// Where list_blocks leaves its lists: late [B, K, C], arrived [B, K, S], pages [clusters, capacity, 4], n_pages [clusters].
+// Where list_blocks leaves its lists: late [B, K, C], arrived [B, K, S], pages [n_ctas, capacity, 4], n_pages [n_ctas].
 ffi::Error ReadPageLists(const TransferSizes& sizes, int64_t n_ctas, Int32Result3 late, Int32Result3 arrived,
                          Int32Result3 pages, ffi::Result<Int32Buffer1> n_pages, int64_t pieces, PageLists* lists) {
-  const int64_t clusters = n_ctas / ClusterSize(n_ctas), pairs = sizes.rows * sizes.heads;
-  const int64_t capacity = (pairs + clusters - 1) / clusters * sizes.entries;
+  const int64_t capacity = PairsPerCta(sizes, n_ctas) * sizes.entries;
   const auto dims = pages->dimensions();
-  if (dims[0] != clusters || dims[1] < capacity || dims[2] != 4 || n_pages->dimensions()[0] != clusters) {
-    return InvalidArgument(Caller::kListBlocks, "pages must be int32[" + std::to_string(clusters) + ", " +
+  if (dims[0] != n_ctas || dims[1] < capacity || dims[2] != 4 || n_pages->dimensions()[0] != n_ctas) {
+    return InvalidArgument(Caller::kListBlocks, "pages must be int32[" + std::to_string(n_ctas) + ", " +
                                                     std::to_string(capacity) + ", 4]");
   }
   *lists = {late->typed_data(),
@@ -140,16 +139,15 @@ ffi::Error Fetch(cudaStream_t stream, Int32Buffer1 handle, ffi::AnyBuffer cache,
                           new_last_used->typed_data(), hits->typed_data(),         misses->typed_data(),
                           tail_slot->typed_data()};
   const TokenArgs token_args = MakeTokenArgs(token, token_sizes, sizes, slots);
-  const bool fits = FitsFetchKernel(sizes) && HasClusters();
   if constexpr (lists_pages) {
-    if (!fits) return InvalidArgument(caller, "tables or pages of these sizes take fetch_blocks");
+    if (!FitsAssigner(sizes)) return InvalidArgument(caller, "tables of these sizes take fetch_blocks");
     PageLists page_lists{};
     if (error = ReadPageLists(sizes, n_ctas, lists..., &page_lists); error.failure()) return error;
-    LaunchFetch<true>({transfer, tables, token_args, page_lists}, n_ctas, stream);
+    LaunchList({transfer, tables, token_args, page_lists}, n_ctas, stream);
     return LastError(caller);
   }
-  if (fits) {
-    LaunchFetch<false>({transfer, tables, token_args, {}}, n_ctas, stream);
+  if (FitsFetchKernel(sizes) && HasClusters()) {
+    LaunchFetch({transfer, tables, token_args}, n_ctas, stream);
     return LastError(caller);
   }
   error = LaunchAssign(NameOf(caller),
@@ -251,12 +249,12 @@ void LoadTransferKernels() {
   cudaFuncGetAttributes(&unused, StoreKernel<uint4>);
   cudaFuncGetAttributes(&unused, StoreKernel<unsigned int>);
   cudaFuncGetAttributes(&unused, StoreKernel<unsigned char>);
-  cudaFuncGetAttributes(&unused, FetchKernel<2, 4, false>);
-  cudaFuncGetAttributes(&unused, FetchKernel<2, 8, false>);
-  cudaFuncGetAttributes(&unused, FetchKernel<kMostPerLane, kMostPerLane, false>);
-  cudaFuncGetAttributes(&unused, FetchKernel<2, 4, true>);
-  cudaFuncGetAttributes(&unused, FetchKernel<2, 8, true>);
-  cudaFuncGetAttributes(&unused, FetchKernel<kMostPerLane, kMostPerLane, true>);
+  cudaFuncGetAttributes(&unused, FetchKernel<2, 4>);
+  cudaFuncGetAttributes(&unused, FetchKernel<2, 8>);
+  cudaFuncGetAttributes(&unused, FetchKernel<kMostPerLane, kMostPerLane>);
+  cudaFuncGetAttributes(&unused, ListKernel<2, 4>);
+  cudaFuncGetAttributes(&unused, ListKernel<2, 8>);
+  cudaFuncGetAttributes(&unused, ListKernel<kMostPerLane, kMostPerLane>);
   cudaFuncGetAttributes(&unused, TokenKernel);
 }
 

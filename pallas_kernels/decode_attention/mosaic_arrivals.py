@@ -118,15 +118,14 @@ class _Copier:
             for stage in range(STAGES):
                 _ptx("mbarrier.init.shared::cta.b64 [$0], 1;", self._stage(_i32(stage))[1])
             _ptx("fence.mbarrier_init.release.cluster; fence.proxy.async;")
-        longest = self.counts[0]
+        n_pages = self.counts[0]
         for count in self.counts[1:]:
-            longest = arith.maxui(longest, count)
-        places = arith.muli(longest, _i32(self.lists))  # pages are taken from the lists in turn; some are not there
+            n_pages = arith.addi(n_pages, count)
 
-        @utils.fori(_ceil_div(places, THREADS), [_i32(0)])
+        @utils.fori(_ceil_div(n_pages, THREADS), [_i32(0)])
         def _(turn: ir.Value, carry: list) -> list:
             begin = arith.muli(turn, _i32(THREADS))
-            count = arith.minui(arith.subi(places, begin), _i32(THREADS))
+            count = arith.minui(arith.subi(n_pages, begin), _i32(THREADS))
             self._sort(begin, count)
             total = _ceil_div(arith.muli(count, _i32(self.pieces)), WARPS * COPIERS)
             with utils.when(issues):
@@ -135,22 +134,25 @@ class _Copier:
             return [arith.addi(carry[0], arith.addi(total, _i32(STAGES - STORING)))]
 
     def _sort(self, begin: ir.Value, count: ir.Value) -> None:
-        """Put `count` pages, from a place on, into shared memory: first those that a program comes to first."""
-        place = arith.addi(begin, self.thread)
-        which, entry = arith.remui(place, _i32(self.lists)), arith.divui(place, _i32(self.lists))
-        length = self.counts[0]
-        for i, other in enumerate(self.counts[1:], 1):
-            length = arith.select(_is(arith.CmpIPredicate.eq, which, _i32(i)), other, length)
+        """Put `count` pages of all lists into shared memory: first those that a program comes to first.
+
+        Args:
+          begin: the first page's number among those of all lists, one list after the other.
+        """
         mine = _is(arith.CmpIPredicate.ult, self.thread, count)
-        exists = arith.andi(mine, _is(arith.CmpIPredicate.ult, entry, length))
-        place = arith.addi(arith.muli(which, _i32(self.most)), arith.minui(entry, _i32(self.most - 1)))
+        entry = arith.addi(begin, arith.select(mine, self.thread, _i32(0)))  # exists in any case
+        place, ahead = entry, _i32(0)
+        for number, length in enumerate(self.counts[:-1], 1):
+            ahead = arith.addi(ahead, length)  # pages of the lists before this one
+            beyond = _is(arith.CmpIPredicate.uge, entry, ahead)
+            here = arith.addi(_i32(number * self.most), arith.subi(entry, ahead))
+            place = arith.select(beyond, here, place)
         low, high, slot, wanted = _load(_at(self.at["pages"], place, 16), 4)
         split = arith.muli(arith.divui(slot, _i32(self.order.slots)), _i32(self.order.splits))
         split = arith.addi(split, arith.divui(wanted, _i32(self.order.entries)))
         key = arith.muli(arith.divui(split, _i32(AT_ONCE)), _i32(self.order.entries))
         key = arith.addi(key, arith.remui(wanted, _i32(self.order.entries)))
-        key = arith.select(exists, key, _i32(2**31 - 1))
-        low, high = (arith.select(exists, half, _i32(0)) for half in (low, high))
+        key = arith.select(mine, key, _i32(2**31 - 1))
         _ptx("st.shared.b32 [$0], $1;", _shared_at(self.at["keys"], self.thread, 4), key)
         utils.warpgroup_barrier()
 

@@ -1,6 +1,6 @@
 """Dual block selection as a Mosaic GPU kernel: one warpgroup per query and KV head, scores read once.
 
-The blocks of a row lie in registers, at first in a line and at last as [64 chunks, blocks / 64]. Three steps, whose cost
+The blocks of a row lie in registers, at first in a line, at last as [64 chunks, blocks / 64]. Three steps, whose cost
 does not grow with the budget:
 
 1. Scores become integers of the same order (NaN below -inf, -0 equal to +0), so that every comparison is exact.
