@@ -4,9 +4,9 @@ The blocks of a row lie in registers, at first in a line, at last as [64 chunks,
 does not grow with the budget:
 
 1. Scores become integers of the same order (NaN below -inf, -0 equal to +0), so that every comparison is exact.
-2. The k best: a search over the integers for a threshold that k of them reach. Two candidates are counted at once, in
-   the halves of one integer, which one instruction adds up over a warp. It ends as soon as a count fits; where equal
-   scores straddle the budget, a second search finds the index up to which they are taken.
+2. The k best: a search over the integers for a threshold that k of them reach. Two or three candidates are counted at
+   once, in the fields of one integer, which one instruction adds up over a warp. It ends as soon as a count fits; where
+   equal scores straddle the budget, a second search finds the index up to which they are taken.
 3. Ascending ids: slot j of the result lies in the chunk whose running count passes j. A product with a 0/1 matrix hands
    the slot that chunk's running counts, and the position is how many of those do not pass j.
 """
@@ -29,6 +29,7 @@ SLOTS = 64  # slots of the result per product: the rows of one wgmma
 DEPTH = 16  # the depth of one wgmma, of which the length of a chunk is a multiple
 COPY = 16  # chunks per copy
 ROWS = 8  # TMA reads tiles of eight rows
+SHORT = 1024  # rows of no more blocks are read whole, before it is known how many of their blocks exist
 WIDE = 8192  # rows of more blocks come as 128 chunks and share one buffer for both kinds of score
 MAX_BLOCKS = 16_384
 NOT_A_CANDIDATE = -(2**31)
@@ -84,28 +85,34 @@ def ordered(scores: jax.Array) -> jax.Array:
     return jnp.where(magnitude > 0x7F80_0000, NOT_A_CANDIDATE + 1, keys)
 
 
-def best(keys: jax.Array, index: jax.Array, count: int) -> jax.Array:
-    """Mask of the `count` largest keys, equal ones by lower index, or of all candidates when there are fewer."""
+def best(keys: jax.Array, index: jax.Array, candidates: jax.Array, count: int) -> jax.Array:
+    """Mask of the `count` largest keys, equal ones by lower index, or of all candidates when there are fewer.
+
+    Args:
+      keys: NOT_A_CANDIDATE, or more. index: of each key. candidates: how many keys are candidates.
+    """
     n_blocks = keys.size
-    candidates = jnp.where(keys > NOT_A_CANDIDATE, 1, 0).sum()
     few = candidates <= count
-    lowest = jnp.where(keys > NOT_A_CANDIDATE, keys, 2**31 - 1).min()
+    lowest = -jnp.where(keys > NOT_A_CANDIDATE, -keys, NOT_A_CANDIDATE + 1).max()
     highest = keys.max()
+    # Thresholds lie above the lowest candidate, so that at most n_blocks - 1 keys reach one: a count fits its field.
+    bits = (n_blocks - 1).bit_length()
+    thresholds = 31 // max(bits, 10)
 
     # n_low keys reach `low`, at least `count`; n_high < count keys reach `high`.
     def narrow(state: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
         low, high, n_low, n_high = state
-        third = jnp.maximum(lax.div((high >> 1) - (low >> 1), jnp.int32(3)) * 2, 1)
-        one, two = low + third, jnp.minimum(low + third + third, high - 1)
-        both = (jnp.where(keys >= one, 1, 0) + jnp.where(keys >= two, 1 << 16, 0)).sum()
-        n_one, n_two = both & 0xFFFF, both >> 16
-        reach_one, reach_two = n_one >= count, n_two >= count
-        return (
-            jnp.where(reach_two, two, jnp.where(reach_one, one, low)),
-            jnp.where(reach_two, high, jnp.where(reach_one, two, one)),
-            jnp.where(reach_two, n_two, jnp.where(reach_one, n_one, n_low)),
-            jnp.where(reach_two, n_high, jnp.where(reach_one, n_two, n_one)),
-        )
+        part = jnp.maximum(lax.div((high >> 1) - (low >> 1), jnp.int32(thresholds + 1)) * 2, 1)
+        tried = [jnp.minimum(low + part * (i + 1), high - 1) for i in range(thresholds)]
+        fields = [jnp.where(keys >= threshold, 1 << bits * i, 0) for i, threshold in enumerate(tried)]
+        counts = functools.reduce(jnp.add, fields).sum()
+        for i, threshold in enumerate(tried):  # they ascend
+            n = (counts >> bits * i) & ((1 << bits) - 1)
+            low, n_low = jnp.where(n >= count, threshold, low), jnp.where(n >= count, n, n_low)
+        for i, threshold in reversed(list(enumerate(tried))):
+            n = (counts >> bits * i) & ((1 << bits) - 1)
+            high, n_high = jnp.where(n < count, threshold, high), jnp.where(n < count, n, n_high)
+        return low, high, n_low, n_high
 
     def unsettled(state: tuple[Any, Any, Any, Any]) -> jax.Array:
         low, high, n_low, _ = state
@@ -140,12 +147,15 @@ def _multiply(a: Any, b: Any) -> jax.Array:
 
 def write_ids(chosen: jax.Array, write: Callable[[int, jax.Array], None], slots: int, mask_smem: Any, prefix_smem: Any,
               triangle_smem: Any, pick_smem: Any, counts_smem: Any) -> None:  # fmt: skip
-    """Call `write(first, ids)` with the ascending ids of the True entries for each 64 of `slots` slots."""
+    """Call `write(first, ids)` with the ascending ids of the True entries for each 64 of `slots` slots.
+
+    Args:
+      triangle_smem: 1 on and below the diagonal, 0 above.
+    """
     chunks, length = chosen.shape
-    triangle, square, picks = triangle_smem.shape, (chunks, chunks), (SLOTS, chunks)
+    square, picks = (chunks, chunks), (SLOTS, chunks)
     ones = jnp.where(chosen, 1.0, 0.0)
     mask_smem[...] = ones.astype(jnp.bfloat16)
-    triangle_smem[...] = jnp.where(_iota(triangle, 1) <= _iota(triangle, 0), 1.0, 0.0).astype(jnp.bfloat16)
     counts_smem[...] = ones.sum(axis=1)
     plgpu.commit_smem()
     # Running counts within each chunk, at most 128: exact in bfloat16. [length, chunks]
@@ -174,23 +184,21 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
     program = lax.axis_index("program")
     row, kv = lax.div(program, jnp.int32(n_kv)), lax.rem(program, jnp.int32(n_kv))
     row_e = lax.div(row, jnp.int32(queries)) if queries_e == 1 else row
-    position = positions_ref[row]
-    current = jnp.where(position < 0, -1, jnp.minimum(lax.div(position, jnp.int32(block_size)), n_blocks - 1))
     buffers, *shape = scores_smem.shape
     shape, size = tuple(shape), math.prod(shape)
-    most_copies = shape[0] // COPY
-    copies = lax.div(current, jnp.int32(COPY * shape[1])) + 1  # blocks after the current one are not read
+    part_chunks = shape[0] if n_blocks <= SHORT else COPY
+    most_copies = shape[0] // part_chunks
     sources = [
         (ref, source_row, count)
         for ref, source_row, count in ((score_q_ref, program, query), (score_e_ref, row_e * n_kv + kv, evict))
         if count
     ]
 
-    def fetch(which: int) -> None:
+    def fetch(which: int, copies: jax.Array | int) -> None:
         ref, source_row, _ = sources[which]
 
-        def copy(part: jax.Array, _: None) -> None:
-            chunks = pl.ds(part * COPY, COPY)
+        def copy(part: jax.Array | int, _: None) -> None:
+            chunks = pl.ds(part * part_chunks, part_chunks)
             plgpu.copy_gmem_to_smem(
                 ref.at[source_row, chunks],
                 scores_smem.at[which % buffers, chunks],
@@ -199,22 +207,30 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
 
         lax.fori_loop(0, copies, copy, None)
 
+    position = positions_ref[row]
+    current = jnp.where(position < 0, -1, jnp.minimum(lax.div(position, jnp.int32(block_size)), n_blocks - 1))
+    # Blocks after the current one are not read, where they are many.
+    copies = 1 if most_copies == 1 else lax.div(current, jnp.int32(part_chunks * shape[1])) + 1
     for which in range(min(buffers, len(sources))):
-        fetch(which)
+        fetch(which, copies)
+    triangle = triangle_smem.shape
+    triangle_smem[...] = jnp.where(_iota(triangle, 1) <= _iota(triangle, 0), 1.0, 0.0).astype(jnp.bfloat16)
     index = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=FLAT)
     exists = index <= current
     chosen = exists & ((index < sink) | (index > current - local))
+    candidates = jnp.maximum(current + 1 - (sink + local), 0)
     for which, (_, _, count) in enumerate(sources):
         if which >= buffers:
-            fetch(which)
+            fetch(which, copies)
 
-        def landed(part: jax.Array, _: None, which: int = which) -> None:
+        def landed(part: jax.Array | int, _: None, which: int = which) -> None:
             plgpu.barrier_wait(barriers.at[which * most_copies + part])
 
         lax.fori_loop(0, copies, landed, None)
         scores = _load_line(scores_smem.at[which % buffers], interpreted)
         keys = jnp.where(chosen, NOT_A_CANDIDATE, jnp.where(exists, ordered(scores), NOT_A_CANDIDATE))
-        chosen = chosen | best(keys, index, count)
+        chosen = chosen | best(keys, index, candidates, count)
+        candidates = jnp.maximum(candidates - count, 0)
 
     # By way of shared memory into the layout of wgmma.
     _store_line(scores_smem.at[0], jnp.where(chosen, 1.0, 0.0), interpreted)
