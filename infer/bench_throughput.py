@@ -65,9 +65,9 @@ class ThroughputOptions:
     """Decode steps of one program; each number is a row of its own."""
     overlap: tuple[Literal["off", "on"], ...] = ("off",)
     """Whether attention begins while missing blocks arrive; each is a row of its own."""
-    steps: int = 32
+    steps: int = 128
     """Steps of a round."""
-    rounds: int = 5
+    rounds: int = 3
     """Rounds, of which the median counts."""
     seconds: float = 3600.0
     """Begin no further row when they are over, or when the next one would likely end after them."""
