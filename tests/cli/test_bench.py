@@ -139,7 +139,7 @@ def test_random_parameters_are_those_of_a_fresh_model():
         (["--steps-per-dispatch", "0"], r"--steps-per-dispatch 0 must be at least 1"),
         (["--locality", "weights", "--xla-options", "fast"], r"--xla-options 'fast' is no NAME=VALUE"),
         (["--rounds", "0"], r"--rounds 0 must be at least 1"),
-        (["--contexts", "128", "--locality", "weights"], r"timing takes 264 steps, more than the context has tokens"),
+        (["--contexts", "128", "--locality", "weights"], r"timing takes 472 steps, more than the context has tokens"),
         (["--trace", "none.npz"], r"none\.npz cannot be read as a selection trace: .*record one with nosa-bench trace"),
     ],
 )
