@@ -27,6 +27,8 @@ LOWEST = -1e30  # initial running maximum: above HIDDEN, so that hidden windows 
 HEAD_ALIGN = 8  # the columns of a wgmma come in eights
 RING = 6  # key tiles in flight per program
 PROGRAMS = 264  # aim for the number of logit programs: two per SM of an H200, all at once (measured: 528 is no faster)
+# Score programs take several tiles where one each would be more than all multiprocessors hold at a time.
+SCORE_PROGRAMS = 792
 
 
 def operand_transforms(head_dim: int) -> tuple[Any, Any]:
@@ -50,21 +52,19 @@ def _logit_kernel(q_ref: Any, k_ref: Any, positions_ref: Any, logits_ref: Any, t
                   q_smem: Any, k_smem: Any, q_barrier: Any, k_barriers: Any, *, queries: int, n_kv: int, splits: int,
                   phases: int, n_windows: int, window: int, stride: int, padded_blocks: int,
                   scale: float) -> None:  # fmt: skip
-    """Logits (times log2 e) of one split of one row's visible windows, with their maxima and exponential sums."""
+    """Logits (times log2 e) of one split of one row's visible windows, with their maxima and exponential sums.
+
+    A split has every `splits`-th tile, so that its first one is known, and on its way, before the row's position is.
+    """
     row, kv, split = (lax.axis_index(name) for name in ("row", "kv", "split"))
     group, head_dim = q_smem.shape
     depth = k_smem.shape[0]
     shape = (TILE, group)
-    limit = visible_windows(positions_ref[row], n_windows, window, stride)
-    tiles = pl.cdiv(limit, jnp.int32(TILE * phases))
-    per_split = pl.cdiv(tiles, jnp.int32(splits))
-    first = split * per_split
-    count = jnp.clip(tiles - first, 0, per_split)
     head_row = row * n_kv + kv
     sequence = lax.div(row, jnp.int32(queries)) * n_kv + kv
 
     def fetch(step: jax.Array) -> None:
-        tile, phase = first + lax.div(step, jnp.int32(phases)), lax.rem(step, jnp.int32(phases))
+        tile, phase = split + lax.div(step, jnp.int32(phases)) * splits, lax.rem(step, jnp.int32(phases))
         slot = lax.rem(step, jnp.int32(depth))
         plgpu.copy_gmem_to_smem(
             k_ref.at[sequence, pl.ds(tile * TILE, TILE), pl.ds(phase * head_dim, head_dim)],
@@ -72,14 +72,20 @@ def _logit_kernel(q_ref: Any, k_ref: Any, positions_ref: Any, logits_ref: Any, t
             k_barriers.at[slot],
         )
 
-    for step in range(depth):
-        pl.when(step < count * phases)(functools.partial(fetch, jnp.int32(step)))
+    of_first_tile = min(depth, phases)
+    for step in range(of_first_tile):
+        fetch(jnp.int32(step))
     plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head_row * group, group)], q_smem, q_barrier)
+    limit = visible_windows(positions_ref[row], n_windows, window, stride)
+    tiles = pl.cdiv(limit, jnp.int32(TILE * phases))
+    count = pl.cdiv(jnp.maximum(tiles - split, 0), jnp.int32(splits))
+    for step in range(of_first_tile, depth):
+        pl.when(step < count * phases)(functools.partial(fetch, jnp.int32(step)))
     plgpu.barrier_wait(q_barrier)
 
     def tile_step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         top, total = carry
-        block = (first + index) * TILE
+        block = (split + index * splits) * TILE
         logits = []
         for phase in range(phases):
             step = index * phases + phase
@@ -108,6 +114,12 @@ def _logit_kernel(q_ref: Any, k_ref: Any, positions_ref: Any, logits_ref: Any, t
         plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA),
     )
     top, total = lax.fori_loop(0, count, tile_step, start)
+
+    @pl.when(count == 0)
+    def _():  # no program ends before what it asked for has come
+        for step in range(of_first_tile):
+            plgpu.barrier_wait(k_barriers.at[step])
+
     highest = top.max(axis=0)
     total = (total * jnp.exp2(top - over_rows(highest, shape))).sum(axis=0)
     top_ref[head_row * splits + split] = highest
@@ -115,43 +127,81 @@ def _logit_kernel(q_ref: Any, k_ref: Any, positions_ref: Any, logits_ref: Any, t
 
 
 def _score_kernel(logits_ref: Any, top_ref: Any, sum_ref: Any, positions_ref: Any, out_ref: Any, *, group: int,
-                  n_kv: int, splits: int, phases: int, n_windows: int, window: int, stride: int,
+                  n_kv: int, splits: int, tiles: int, phases: int, n_windows: int, window: int, stride: int,
                   padded_blocks: int) -> None:  # fmt: skip
-    """Scores of 64 blocks: probabilities summed over the group, the maximum over each block's windows."""
-    row, kv, tile = (lax.axis_index(name) for name in ("row", "kv", "tile"))
+    """Scores of 64 blocks at a time: probabilities summed over the group, the maximum over each block's windows."""
+    row, kv, part = (lax.axis_index(name) for name in ("row", "kv", "part"))
     padded_group = logits_ref.shape[-1]
     shape = (TILE, padded_group)
     head_row = row * n_kv + kv
     limit = visible_windows(positions_ref[row], n_windows, window, stride)
-    block = tile * TILE
-    blocks = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=plgpu.Layout.WGMMA.reduce(1)) + block
     columns = plgpu.Layout.WGMMA.reduce(0)
-    any_visible = block * phases - 1 < limit
+    of_row = plgpu.Layout.WGMMA.reduce(1)
+    n_tiles = out_ref.shape[1] // TILE
+    first, last = part * tiles, jnp.minimum((part + 1) * tiles, n_tiles)
+    # A window that begins in one block reaches into the next one.
+    visible_tiles = jnp.where(limit > 0, lax.div(limit, jnp.int32(TILE * phases)) + 1, 0)
+    shown = jnp.clip(visible_tiles, first, last)
 
-    @pl.when(any_visible & (limit > 0))
+    @pl.when(first < shown)
     def _():
         tops = [plgpu.load(top_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
         sums = [plgpu.load(sum_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
         highest = functools.reduce(jnp.maximum, tops)
         total = functools.reduce(jnp.add, [s * jnp.exp2(t - highest) for t, s in zip(tops, sums, strict=True)])
         normaliser = over_rows(highest + jnp.log2(total), shape)
-        best = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        for phase in range(-1, phases):
-            first_row = (head_row * phases + phase % phases) * padded_blocks + block + (phase >= 0)
-            logits = plgpu.load(logits_ref.at[pl.ds(first_row, TILE)], layout=plgpu.Layout.WGMMA, optimized=False)
-            weights = jnp.exp2(logits - normaliser)
-            if group != padded_group:
-                heads = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-                weights = jnp.where(heads < group, weights, 0.0)
-            windows = blocks * phases + phase
-            visible = (windows >= 0) & (windows < limit)
-            best = jnp.maximum(best, jnp.where(visible, weights.sum(axis=1), -jnp.inf))
-        out_ref[head_row, pl.ds(block, TILE)] = best
 
-    @pl.when(jnp.logical_not(any_visible & (limit > 0)))
+        def scores(tile: jax.Array, _: None) -> None:
+            block = tile * TILE
+            blocks = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=of_row) + block
+            best = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), of_row)
+            for phase in range(-1, phases):
+                first_row = (head_row * phases + phase % phases) * padded_blocks + block + (phase >= 0)
+                logits = plgpu.load(logits_ref.at[pl.ds(first_row, TILE)], layout=plgpu.Layout.WGMMA, optimized=False)
+                weights = jnp.exp2(logits - normaliser)
+                if group != padded_group:
+                    heads = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+                    weights = jnp.where(heads < group, weights, 0.0)
+                windows = blocks * phases + phase
+                visible = (windows >= 0) & (windows < limit)
+                best = jnp.maximum(best, jnp.where(visible, weights.sum(axis=1), -jnp.inf))
+            out_ref[head_row, pl.ds(block, TILE)] = best
+
+        lax.fori_loop(first, shown, scores, None)
+
+    shown = jnp.clip(visible_tiles, first, last)
+
+    @pl.when(first < shown)
     def _():
-        nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        out_ref[head_row, pl.ds(block, TILE)] = nothing
+        tops = [plgpu.load(top_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
+        sums = [plgpu.load(sum_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
+        highest = functools.reduce(jnp.maximum, tops)
+        total = functools.reduce(jnp.add, [s * jnp.exp2(t - highest) for t, s in zip(tops, sums, strict=True)])
+        normaliser = over_rows(highest + jnp.log2(total), shape)
+
+        def scores(tile: jax.Array, _: None) -> None:
+            block = tile * TILE
+            blocks = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=of_row) + block
+            best = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), of_row)
+            for phase in range(-1, phases):
+                first_row = (head_row * phases + phase % phases) * padded_blocks + block + (phase >= 0)
+                logits = plgpu.load(logits_ref.at[pl.ds(first_row, TILE)], layout=plgpu.Layout.WGMMA, optimized=False)
+                weights = jnp.exp2(logits - normaliser)
+                if group != padded_group:
+                    heads = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+                    weights = jnp.where(heads < group, weights, 0.0)
+                windows = blocks * phases + phase
+                visible = (windows >= 0) & (windows < limit)
+                best = jnp.maximum(best, jnp.where(visible, weights.sum(axis=1), -jnp.inf))
+            out_ref[head_row, pl.ds(block, TILE)] = best
+
+        lax.fori_loop(first, shown, scores, None)
+
+    def nothing(tile: jax.Array, _: None) -> None:
+        lowest = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), of_row)
+        out_ref[head_row, pl.ds(tile * TILE, TILE)] = lowest
+
+    lax.fori_loop(shown, last, nothing, None)
 
 
 class SplitLogits(NamedTuple):
@@ -255,14 +305,15 @@ def merged_scores(
 ) -> jax.Array:
     """The second kernel: block scores from the logits; of `q` and `keys` only the shapes count."""
     sizes = _sizes(q, keys, n_blocks)
+    tiles = pl.cdiv(sizes.rows * sizes.n_kv * sizes.score_tiles, SCORE_PROGRAMS)
     scores = plgpu.kernel(
         functools.partial(
-            _score_kernel, group=sizes.group, n_kv=sizes.n_kv, splits=sizes.splits, phases=phases, n_windows=n_windows,
-            window=window, stride=stride, padded_blocks=sizes.padded_blocks,
+            _score_kernel, group=sizes.group, n_kv=sizes.n_kv, splits=sizes.splits, tiles=tiles, phases=phases,
+            n_windows=n_windows, window=window, stride=stride, padded_blocks=sizes.padded_blocks,
         ),
         out_type=jax.ShapeDtypeStruct((sizes.rows * sizes.n_kv, sizes.score_tiles * TILE), jnp.float32),
-        grid=(sizes.rows, sizes.n_kv, sizes.score_tiles),
-        grid_names=("row", "kv", "tile"),
+        grid=(sizes.rows, sizes.n_kv, pl.cdiv(sizes.score_tiles, tiles)),
+        grid_names=("row", "kv", "part"),
         num_threads=1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
