@@ -62,16 +62,20 @@ swap() { "$python" benchmarks/swap.py --out "$out"; }
 decode() { "$python" benchmarks/decode_step.py --out "$out"; }
 prefill() { "$python" benchmarks/prefill.py --seconds $((SECONDS_LEFT - 30)) --out "$out"; }
 plan() { XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest -m gpu -s tests/infer/test_plan_on_gpu.py; }
-sanitize() {
+sanitize() { # all of it, whatever one of them finds
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
-  local check=(--error-exitcode 9 "$python" -m pytest -m gpu --timeout 0 -q)
+  local status=0 check=(--error-exitcode 9 "$python" -m pytest -p no:benchmark -m gpu --timeout 0 -q)
   compute-sanitizer --tool memcheck "${check[@]}" tests/ffi/test_transfers.py tests/ffi/test_assign_slots.py \
     tests/ffi/test_fetch_store.py tests/offload/test_append.py tests/offload/test_overlap.py \
-    -k "bit_exact or counts_are_exact or first_step or repeats_count or wanted_slots or fresh_blocks or any_number or
-        one_launch and not 70" &&
-    # The kernels that share memory between threads.
-    compute-sanitizer --tool racecheck "${check[@]}" tests/ffi/test_assign_slots.py tests/ffi/test_fetch_store.py \
-      -k "first_step or repeats_count or wanted_slots or fresh_blocks or any_number"
+    -k "bit_exact or counts_are_exact or first_step or repeats_count or wanted_slots or fresh_blocks or any_number \
+or one_launch and not 70" || status=$?
+  # The kernels that share memory between threads.
+  compute-sanitizer --tool racecheck "${check[@]}" tests/ffi/test_assign_slots.py tests/ffi/test_fetch_store.py \
+    tests/ffi/test_cuda.py \
+    -k "first_step or repeats_count or wanted_slots or fresh_blocks or any_number or listed_as_nothing" || status=$?
+  compute-sanitizer --tool memcheck "${check[@]}" tests/kernels \
+    -k "negative_position or two_runs_are_bit_equal or every_length or padding_touches_nothing" || status=$?
+  return "$status"
 }
 suite() { # the tests that run anywhere, with this GPU as the default device
   XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest -n 8 -p no:benchmark -m "not slow and not gpu" tests/offload tests/infer

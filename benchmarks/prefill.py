@@ -66,11 +66,12 @@ def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: in
             rate: float) -> dict[str, Any]:  # fmt: skip
     """The figures of one system at one length."""
     config = model.config
-    prompt = np.random.default_rng(context).integers(0, config.vocab_size, context).astype(np.int32)
+    # One position is left for the token that follows, which the largest context has no room beyond.
+    prompt = np.random.default_rng(context).integers(0, config.vocab_size, context - 1).astype(np.int32)
     result: dict[str, Any] = {"attention": attention, "context": context}
     for name, chunk in (("at once", context), ("in pieces", min(DEFAULT_PREFILL_CHUNK, context))):
         with Engine(
-            model, max_batch=1, max_context=context + 1, attention=attention, offload=attention != "dense",
+            model, max_batch=1, max_context=context, attention=attention, offload=attention != "dense",
             prefill_chunk=chunk,
         ) as engine:  # fmt: skip
             seconds = time_prefill(engine, prompt, None, options.rounds)
@@ -87,7 +88,7 @@ def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: in
 
 def planned_bytes(config: NosaConfig, context: int) -> int:
     """Device bytes beside the weights that the plan asks for to read such a prompt with all layers of the shape."""
-    plan = make_plan(config, weight_bytes=0, attention="nosa", max_batch=1, max_context=context + 1,
+    plan = make_plan(config, weight_bytes=0, attention="nosa", max_batch=1, max_context=context,
                      prefill_chunk=context)  # fmt: skip
     return plan.device_bytes
 
@@ -98,7 +99,7 @@ def main() -> int:
     started = time.perf_counter()
     whole = {"8b": NosaConfig.nosa_8b, "1b": NosaConfig.nosa_1b, "tiny": NosaConfig.tiny}[options.shape]
     model = freeze(NosaLM.from_config(whole(num_layers=options.layers, param_dtype="bfloat16")))
-    rate = matmul_rate()
+    rate = matmul_rate(256 if options.shape == "tiny" else 8192)
     rows: list[dict[str, Any]] = []
     options.out.mkdir(parents=True, exist_ok=True)
     for context in options.contexts:

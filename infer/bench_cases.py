@@ -145,29 +145,29 @@ def target_cases() -> list[Case]:
     """The rows that the project's targets speak of, the most important first."""
     infllmv2 = f"locality={INFLLMV2_MISSES}"
     rows = (
+        "nosa:64K:16,overlap=on",
         "nosa:64K:64,overlap=on",
-        "nosa:64K:16",
+        "nosa:64K:32,overlap=on",
         "dense:96K:max,budget=24GiB",
-        "nosa:96K:max,budget=24GiB",
+        "nosa:96K:max,budget=24GiB,overlap=on",
         "nosa-c:16K:16",
         f"infllmv2-c:16K:16,{infllmv2}",
-        "nosa-c:64K:64",
-        "nosa:64K:64",
-        "nosa-resident:32K:16",
-        "nosa:32K:16",
-        "nosa:64K:32,overlap=on",
-        "nosa:64K:32",
-        "nosa:64K:16,overlap=on",
         "nosa-c:64K:16",
-        "nosa:64K:16,steps=1",
-        "nosa:16K:16",
-        f"infllmv2:16K:16,{infllmv2}",
+        "nosa-c:64K:64",
+        "nosa-resident:32K:16",
+        "nosa:32K:16,overlap=on",
+        "nosa:64K:16",
+        "nosa:64K:64",
+        "nosa:64K:32",
+        "nosa:16K:16,overlap=on",
         "infllmv2-c:16K:16,locality=weights",
-        "nosa-c:96K:max,budget=24GiB",
+        f"infllmv2:16K:16,{infllmv2},overlap=on",
         "dense:64K:16",
         "dense:16K:16",
+        "nosa-c:96K:max,budget=24GiB",
     )
-    return [Case.parse(row) for row in rows]
+    dispatched = [Case.parse(f"{row},steps=1") for row in rows]
+    return [*dispatched, Case.parse("nosa:64K:16,overlap=on,steps=8")]
 
 
 @dataclass(frozen=True)
