@@ -27,8 +27,6 @@ LOWEST = -1e30  # initial running maximum: above HIDDEN, so that hidden windows 
 HEAD_ALIGN = 8  # the columns of a wgmma come in eights
 RING = 6  # key tiles in flight per program
 PROGRAMS = 264  # aim for the number of logit programs: two per SM of an H200, all at once (measured: 528 is no faster)
-# Score programs take several tiles where one each would be more than all multiprocessors hold at a time.
-SCORE_PROGRAMS = 792
 
 
 def operand_transforms(head_dim: int) -> tuple[Any, Any]:
@@ -127,81 +125,43 @@ def _logit_kernel(q_ref: Any, k_ref: Any, positions_ref: Any, logits_ref: Any, t
 
 
 def _score_kernel(logits_ref: Any, top_ref: Any, sum_ref: Any, positions_ref: Any, out_ref: Any, *, group: int,
-                  n_kv: int, splits: int, tiles: int, phases: int, n_windows: int, window: int, stride: int,
+                  n_kv: int, splits: int, phases: int, n_windows: int, window: int, stride: int,
                   padded_blocks: int) -> None:  # fmt: skip
-    """Scores of 64 blocks at a time: probabilities summed over the group, the maximum over each block's windows."""
-    row, kv, part = (lax.axis_index(name) for name in ("row", "kv", "part"))
+    """Scores of 64 blocks: probabilities summed over the group, the maximum over each block's windows."""
+    row, kv, tile = (lax.axis_index(name) for name in ("row", "kv", "tile"))
     padded_group = logits_ref.shape[-1]
     shape = (TILE, padded_group)
     head_row = row * n_kv + kv
     limit = visible_windows(positions_ref[row], n_windows, window, stride)
+    block = tile * TILE
+    blocks = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=plgpu.Layout.WGMMA.reduce(1)) + block
     columns = plgpu.Layout.WGMMA.reduce(0)
-    of_row = plgpu.Layout.WGMMA.reduce(1)
-    n_tiles = out_ref.shape[1] // TILE
-    first, last = part * tiles, jnp.minimum((part + 1) * tiles, n_tiles)
-    # A window that begins in one block reaches into the next one.
-    visible_tiles = jnp.where(limit > 0, lax.div(limit, jnp.int32(TILE * phases)) + 1, 0)
-    shown = jnp.clip(visible_tiles, first, last)
+    any_visible = block * phases - 1 < limit
 
-    @pl.when(first < shown)
+    @pl.when(any_visible & (limit > 0))
     def _():
         tops = [plgpu.load(top_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
         sums = [plgpu.load(sum_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
         highest = functools.reduce(jnp.maximum, tops)
         total = functools.reduce(jnp.add, [s * jnp.exp2(t - highest) for t, s in zip(tops, sums, strict=True)])
         normaliser = over_rows(highest + jnp.log2(total), shape)
+        best = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        for phase in range(-1, phases):
+            first_row = (head_row * phases + phase % phases) * padded_blocks + block + (phase >= 0)
+            logits = plgpu.load(logits_ref.at[pl.ds(first_row, TILE)], layout=plgpu.Layout.WGMMA, optimized=False)
+            weights = jnp.exp2(logits - normaliser)
+            if group != padded_group:
+                heads = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+                weights = jnp.where(heads < group, weights, 0.0)
+            windows = blocks * phases + phase
+            visible = (windows >= 0) & (windows < limit)
+            best = jnp.maximum(best, jnp.where(visible, weights.sum(axis=1), -jnp.inf))
+        out_ref[head_row, pl.ds(block, TILE)] = best
 
-        def scores(tile: jax.Array, _: None) -> None:
-            block = tile * TILE
-            blocks = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=of_row) + block
-            best = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), of_row)
-            for phase in range(-1, phases):
-                first_row = (head_row * phases + phase % phases) * padded_blocks + block + (phase >= 0)
-                logits = plgpu.load(logits_ref.at[pl.ds(first_row, TILE)], layout=plgpu.Layout.WGMMA, optimized=False)
-                weights = jnp.exp2(logits - normaliser)
-                if group != padded_group:
-                    heads = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-                    weights = jnp.where(heads < group, weights, 0.0)
-                windows = blocks * phases + phase
-                visible = (windows >= 0) & (windows < limit)
-                best = jnp.maximum(best, jnp.where(visible, weights.sum(axis=1), -jnp.inf))
-            out_ref[head_row, pl.ds(block, TILE)] = best
-
-        lax.fori_loop(first, shown, scores, None)
-
-    shown = jnp.clip(visible_tiles, first, last)
-
-    @pl.when(first < shown)
+    @pl.when(jnp.logical_not(any_visible & (limit > 0)))
     def _():
-        tops = [plgpu.load(top_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
-        sums = [plgpu.load(sum_ref.at[head_row * splits + s], layout=columns, optimized=False) for s in range(splits)]
-        highest = functools.reduce(jnp.maximum, tops)
-        total = functools.reduce(jnp.add, [s * jnp.exp2(t - highest) for t, s in zip(tops, sums, strict=True)])
-        normaliser = over_rows(highest + jnp.log2(total), shape)
-
-        def scores(tile: jax.Array, _: None) -> None:
-            block = tile * TILE
-            blocks = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=of_row) + block
-            best = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), of_row)
-            for phase in range(-1, phases):
-                first_row = (head_row * phases + phase % phases) * padded_blocks + block + (phase >= 0)
-                logits = plgpu.load(logits_ref.at[pl.ds(first_row, TILE)], layout=plgpu.Layout.WGMMA, optimized=False)
-                weights = jnp.exp2(logits - normaliser)
-                if group != padded_group:
-                    heads = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-                    weights = jnp.where(heads < group, weights, 0.0)
-                windows = blocks * phases + phase
-                visible = (windows >= 0) & (windows < limit)
-                best = jnp.maximum(best, jnp.where(visible, weights.sum(axis=1), -jnp.inf))
-            out_ref[head_row, pl.ds(block, TILE)] = best
-
-        lax.fori_loop(first, shown, scores, None)
-
-    def nothing(tile: jax.Array, _: None) -> None:
-        lowest = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), of_row)
-        out_ref[head_row, pl.ds(tile * TILE, TILE)] = lowest
-
-    lax.fori_loop(shown, last, nothing, None)
+        nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        out_ref[head_row, pl.ds(block, TILE)] = nothing
 
 
 class SplitLogits(NamedTuple):
@@ -305,15 +265,14 @@ def merged_scores(
 ) -> jax.Array:
     """The second kernel: block scores from the logits; of `q` and `keys` only the shapes count."""
     sizes = _sizes(q, keys, n_blocks)
-    tiles = pl.cdiv(sizes.rows * sizes.n_kv * sizes.score_tiles, SCORE_PROGRAMS)
     scores = plgpu.kernel(
         functools.partial(
-            _score_kernel, group=sizes.group, n_kv=sizes.n_kv, splits=sizes.splits, tiles=tiles, phases=phases,
-            n_windows=n_windows, window=window, stride=stride, padded_blocks=sizes.padded_blocks,
+            _score_kernel, group=sizes.group, n_kv=sizes.n_kv, splits=sizes.splits, phases=phases, n_windows=n_windows,
+            window=window, stride=stride, padded_blocks=sizes.padded_blocks,
         ),
         out_type=jax.ShapeDtypeStruct((sizes.rows * sizes.n_kv, sizes.score_tiles * TILE), jnp.float32),
-        grid=(sizes.rows, sizes.n_kv, pl.cdiv(sizes.score_tiles, tiles)),
-        grid_names=("row", "kv", "part"),
+        grid=(sizes.rows, sizes.n_kv, sizes.score_tiles),
+        grid_names=("row", "kv", "tile"),
         num_threads=1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),

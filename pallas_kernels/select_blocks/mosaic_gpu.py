@@ -5,10 +5,8 @@ does not grow with the budget:
 
 1. Scores become integers of the same order (NaN below -inf, -0 equal to +0), so that every comparison is exact.
 2. The k best: a search over the integers for a threshold that k of them reach. Two or three candidates are counted at
-   once, in the fields of one integer, which one instruction adds up over a warp. They are evenly spaced by turns as
-   scores, which suits those spread like a bell, and as integers, that is by magnitude, which bounds the number of
-   rounds. It ends as soon as a count fits; where equal scores straddle the budget, a second search finds the index up
-   to which they are taken.
+   once, in the fields of one integer, which one instruction adds up over a warp. It ends as soon as a count fits; where
+   equal scores straddle the budget, a second search finds the index up to which they are taken.
 3. Ascending ids: slot j of the result lies in the chunk whose running count passes j. A product with a 0/1 matrix hands
    the slot that chunk's running counts, and the position is how many of those do not pass j.
 """
@@ -35,7 +33,6 @@ SHORT = 1024  # rows of no more blocks are read whole, before it is known how ma
 WIDE = 8192  # rows of more blocks come as 128 chunks and share one buffer for both kinds of score
 MAX_BLOCKS = 16_384
 NOT_A_CANDIDATE = -(2**31)
-MANTISSA, BIAS = 2.0**23, 127  # of float32
 # A row of blocks over all threads, four side by side in each. Unlike in the layout of wgmma, a sum over the lanes of a
 # warp is then one instruction.
 FLAT = plgpu.Layout.TILED(Tiling(((512,), (128,), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -88,18 +85,6 @@ def ordered(scores: jax.Array) -> jax.Array:
     return jnp.where(magnitude > 0x7F80_0000, NOT_A_CANDIDATE + 1, keys)
 
 
-def _about_score(key: jax.Array) -> jax.Array:
-    """The score that `ordered` makes this integer of, to within a few percent; never NaN or infinite."""
-    magnitude = jnp.exp2(jnp.minimum(jnp.abs(key).astype(jnp.float32) * MANTISSA**-1 - BIAS, BIAS - 1))
-    return jnp.where(key < 0, -magnitude, magnitude)
-
-
-def _about_key(score: jax.Array) -> jax.Array:
-    """The way back."""
-    key = ((jnp.log2(jnp.maximum(jnp.abs(score), 2.0 ** (1 - BIAS))) + BIAS) * MANTISSA).astype(jnp.int32)
-    return jnp.where(score < 0, -key, key)
-
-
 def best(keys: jax.Array, index: jax.Array, candidates: jax.Array, count: int) -> jax.Array:
     """Mask of the `count` largest keys, equal ones by lower index, or of all candidates when there are fewer.
 
@@ -115,15 +100,10 @@ def best(keys: jax.Array, index: jax.Array, candidates: jax.Array, count: int) -
     thresholds = 31 // max(bits, 10)
 
     # n_low keys reach `low`, at least `count`; n_high < count keys reach `high`.
-    def narrow(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        low, high, n_low, n_high, by_score = state
+    def narrow(state: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+        low, high, n_low, n_high = state
         part = jnp.maximum(lax.div((high >> 1) - (low >> 1), jnp.int32(thresholds + 1)) * 2, 1)
-        score = _about_score(low)
-        spread = _about_score(high) - score
-        tried = []
-        for i in range(1, thresholds + 1):  # ascending; any integers between low and high would do
-            by_size = _about_key(score + spread * (i / (thresholds + 1)))
-            tried.append(jnp.clip(jnp.where(by_score, by_size, low + part * i), low + 1, high - 1))
+        tried = [jnp.minimum(low + part * (i + 1), high - 1) for i in range(thresholds)]
         fields = [jnp.where(keys >= threshold, 1 << bits * i, 0) for i, threshold in enumerate(tried)]
         counts = functools.reduce(jnp.add, fields).sum()
         for i, threshold in enumerate(tried):  # they ascend
@@ -132,14 +112,13 @@ def best(keys: jax.Array, index: jax.Array, candidates: jax.Array, count: int) -
         for i, threshold in reversed(list(enumerate(tried))):
             n = (counts >> bits * i) & ((1 << bits) - 1)
             high, n_high = jnp.where(n < count, threshold, high), jnp.where(n < count, n, n_high)
-        return low, high, n_low, n_high, jnp.logical_not(by_score)
+        return low, high, n_low, n_high
 
-    def unsettled(state: tuple[Any, ...]) -> jax.Array:
-        low, high, n_low, *_ = state
+    def unsettled(state: tuple[Any, Any, Any, Any]) -> jax.Array:
+        low, high, n_low, _ = state
         return (n_low > count) & (high - 1 > low)
 
-    start = (lowest, highest + 1, candidates, jnp.int32(0), jnp.bool_(True))
-    low, _, n_low, n_high, _ = lax.while_loop(unsettled, narrow, start)
+    low, _, n_low, n_high = lax.while_loop(unsettled, narrow, (lowest, highest + 1, candidates, jnp.int32(0)))
 
     # Where more keys equal the threshold than the budget has room for, take those below an index.
     tied = jnp.logical_not(few) & (n_low > count)
@@ -151,8 +130,8 @@ def best(keys: jax.Array, index: jax.Array, candidates: jax.Array, count: int) -
         enough = jnp.where((keys == low) & (index < middle), 1, 0).sum() >= room
         return jnp.where(enough, below, middle), jnp.where(enough, middle, above)
 
-    ends = (jnp.where(tied, 0, n_blocks - 1).astype(jnp.int32), jnp.int32(n_blocks))
-    _, bound = lax.while_loop(lambda state: state[1] - state[0] > 1, halve, ends)
+    start = (jnp.where(tied, 0, n_blocks - 1).astype(jnp.int32), jnp.int32(n_blocks))
+    _, bound = lax.while_loop(lambda state: state[1] - state[0] > 1, halve, start)
     return ((keys > low) | ((keys == low) & (index < bound))) & (keys > NOT_A_CANDIDATE)
 
 
@@ -327,7 +306,6 @@ def select_blocks(
         grid_names=("program",),
         num_threads=1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name="select_blocks",
     )(

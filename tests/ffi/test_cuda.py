@@ -254,7 +254,7 @@ def test_fetches_in_flight_on_two_gpus_at_once():
         nothing = jnp.full((shape.rows, shape.heads, shape.slots), -1, jnp.int32)
         fresh_from = jnp.full(shape.rows, shape.blocks, jnp.int32)
         return ffi.fetch_blocks(
-            handle, cache, wanted, nothing, nothing, jnp.int32(1), fresh_from, table, layer=layer,
+            handle, cache, wanted, nothing, nothing, jnp.int32(1), fresh_from, jnp.asarray(table), layer=layer,
             n_layers=shape.layers,
         ).cache  # fmt: skip
 
