@@ -29,7 +29,7 @@ def crossover(figures: list[dict[str, Any]], kernel: str, rows: int) -> float | 
 def plot(figures: list[dict[str, Any]], kernel: str, path: Path) -> None:
     """Draw what there is; nothing if neither was measured."""
     dense_rows = sorted({f["rows"] for f in figures if f["kernel"] == "dense decode"})
-    sequences = [f for f in figures if "faster_than_dense_by" in f]
+    sequences = sorted((f for f in figures if "faster_than_dense_by" in f), key=lambda f: f["length"])
     if not dense_rows and not sequences:
         return
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
