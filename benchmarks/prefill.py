@@ -5,7 +5,7 @@
 Layers of the 8B shape with random weights and random tokens, so that neighbouring tokens share no more blocks than the
 locality bound makes them: a trained model's share more, and its attention is faster. Each prompt is read at once and in
 the engine's pieces; medians of several. The floor is the multiplications, of the weights and of the attended pairs,
-over the rate of a large matrix product measured in the same run.
+over the rate of a large matrix product measured in the same run. On a GPU the kernels that take longest are listed too.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import tyro
+from device_trace import by_kind, device_events
 from timing import matmul_rate
 
 from nosa_jax import NosaConfig, NosaLM
@@ -33,9 +34,11 @@ class Options:
 
     shape: Literal["8b", "1b", "tiny"] = "8b"
     layers: int = 4
-    contexts: tuple[int, ...] = (32_768, 65_536, 131_072)
+    contexts: tuple[int, ...] = (131_072, 32_768, 65_536)
     systems: tuple[Literal["nosa", "dense"], ...] = ("nosa", "dense")
     rounds: int = 3
+    top: int = 12
+    """Kernels to list."""
     seconds: float = 240.0
     """Begin nothing new after so long."""
     out: Path = Path("benchmarks/results")
@@ -51,15 +54,24 @@ def multiplications(config: NosaConfig, attention: str, context: int) -> float:
     return config.num_layers * (2.0 * context * projections + 4.0 * pairs * heads * width)
 
 
-def time_prefill(engine: Engine, prompt: np.ndarray, chunk: int | None, rounds: int) -> float:
+def time_prefill(engine: Engine, prompt: np.ndarray, rounds: int) -> float:
     """Median seconds of reading the prompt, after one that compiles."""
     taken = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        jax.block_until_ready(engine.prefill([prompt], max_new_tokens=1, chunk=chunk))
+        jax.block_until_ready(engine.prefill([prompt], max_new_tokens=1))
         taken.append(time.perf_counter() - start)
     engine.check()
     return statistics.median(taken[1:])
+
+
+def kernels_of(engine: Engine, prompt: np.ndarray, top: int) -> list[dict[str, Any]]:
+    """The kinds of kernels that take longest while the prompt is read once more; empty on a CPU."""
+    events = device_events(lambda: jax.block_until_ready(engine.prefill([prompt], max_new_tokens=1)))
+    return [
+        {"kind": kind, "number": number, "ms": total / 1e3}
+        for kind, (number, total) in list(by_kind(events).items())[:top]
+    ]
 
 
 def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: int, options: Options,
@@ -74,7 +86,8 @@ def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: in
             model, max_batch=1, max_context=context, attention=attention, offload=attention != "dense",
             prefill_chunk=chunk,
         ) as engine:  # fmt: skip
-            seconds = time_prefill(engine, prompt, None, options.rounds)
+            seconds = time_prefill(engine, prompt, options.rounds)
+            kernels = kernels_of(engine, prompt, options.top)
         stats = jax.devices()[0].memory_stats() or {}
         result[name] = {
             "chunk": chunk,
@@ -82,8 +95,21 @@ def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: in
             "tokens_per_second": context / seconds,
             "of_floor": seconds / (multiplications(config, attention, context) / rate),
             "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
+            "kernels": kernels,
         }
     return result
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print the figures of one system at one length."""
+    for name, found in ((name, found) for name, found in row.items() if isinstance(found, dict)):
+        print(
+            f"{row['attention']}, {row['context']} tokens {name}: {found['seconds']:.3f} s, "
+            f"{found['tokens_per_second']:,.0f} tokens/s, {found['of_floor']:.2f} x the floor",
+            flush=True,
+        )
+        for kernel in found["kernels"]:
+            print(f"  {kernel['ms']:9.2f} ms {kernel['number']:6d} x  {kernel['kind'][:90]}", flush=True)
 
 
 def planned_bytes(config: NosaConfig, context: int) -> int:
@@ -108,7 +134,7 @@ def main() -> int:
                 print(f"left out for want of time: {attention} at {context} tokens")
                 continue
             rows.append(measure(model, attention, context, options, rate))
-            print(rows[-1], flush=True)
+            show(rows[-1])
             report = {
                 "environment": environment(),
                 "shape": f"{options.shape}, {options.layers} layers, random weights",
