@@ -23,7 +23,7 @@ def register() -> None:
     """Register every handler under the same name for platform cpu and platform CUDA.
 
     No backend is started and no type registered: on the CPU, types registered before the backend starts make its
-    first operation fail. Without the CUDA library a handler is registered whose error says how to build it.
+    first operation fail. Without the CUDA library handlers are registered whose errors say how to build it.
     """
     for name, handler in _cpu.handlers().items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
@@ -32,9 +32,9 @@ def register() -> None:
 
 
 def cuda_handlers() -> dict[str, Any]:
-    """The handlers of platform CUDA, or under the same names one that says how to build them."""
+    """The handlers of platform CUDA, or under the same names ones that say how to build them."""
     if not has_cuda():
-        return dict.fromkeys(_cpu.handlers(), _cpu.not_built_handler())
+        return _cpu.not_built_handlers()
     from nosa_jax.ffi import _cuda
 
     return _cuda.handlers()

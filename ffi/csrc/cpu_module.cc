@@ -2,7 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <cstddef>
+#include <iterator>
 #include <limits>
+#include <string>
+#include <utility>
 
 #include "cpu_handlers.h"
 #include "handlers.h"
@@ -13,15 +17,26 @@ namespace nb = nanobind;
 namespace nosa {
 namespace {
 
-// Stands in where the CUDA library was not built: the same calls compile, and say so when they run.
+// Where the CUDA library was not built, these stand in for its handlers: the same calls compile, and say so when they
+// run.
+constexpr const char* kCudaNames[] = {"nosa_append_token", "nosa_assign_slots", "nosa_fetch_blocks", "nosa_list_blocks",
+                                      "nosa_store_blocks", "nosa_swap_in",      "nosa_write_pages"};
+
+template <size_t kIndex>
 ffi::Error NotBuilt(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    "nosa_jax.ffi was built without its CUDA library (" NOSA_CUDA_STATE
-                    "): install nvcc >= 12.8, put it on PATH and install nosa-jax again (`make setup`), or keep the "
-                    "arrays on the CPU");
+                    std::string(kCudaNames[kIndex]) +
+                        ": nosa_jax.ffi was built without its CUDA library (" NOSA_CUDA_STATE
+                        "): install nvcc >= 12.8, put it on PATH and install nosa-jax again (`make setup`), or keep "
+                        "the arrays on the CPU");
 }
 
-XLA_FFI_DEFINE_HANDLER(kNotBuilt, NotBuilt, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+template <size_t kIndex>
+XLA_FFI_Error* CallNotBuilt(XLA_FFI_CallFrame* frame) {
+  static auto* const handler =
+      ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs().To(NotBuilt<kIndex>).release();
+  return handler->Call(frame);
+}
 
 nb::capsule Capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); }
 
@@ -32,6 +47,13 @@ nb::dict Handlers() {
   handlers["nosa_write_pages"] = Capsule(kWritePagesCpu);
   handlers["nosa_fetch_blocks"] = Capsule(kFetchBlocksCpu);
   handlers["nosa_store_blocks"] = Capsule(kStoreBlocksCpu);
+  return handlers;
+}
+
+template <size_t... kIndices>
+nb::dict NotBuiltHandlers(std::index_sequence<kIndices...>) {
+  nb::dict handlers;
+  ((handlers[kCudaNames[kIndices]] = Capsule(&CallNotBuilt<kIndices>)), ...);
   return handlers;
 }
 
@@ -76,7 +98,7 @@ NB_MODULE(_cpu, m) {
   m.def("available_bytes", &AvailableBytes, nb::arg("proc_root") = "/proc",
         nb::arg("cgroup_root") = "/sys/fs/cgroup");
   m.def("handlers", &Handlers);
-  m.def("not_built_handler", [] { return Capsule(kNotBuilt); });
+  m.def("not_built_handlers", [] { return NotBuiltHandlers(std::make_index_sequence<std::size(kCudaNames)>()); });
   m.attr("CUDA_STATE") = NOSA_CUDA_STATE;
 }
 

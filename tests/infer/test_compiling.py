@@ -19,9 +19,11 @@ def test_on_a_gpu_many_rows_leave_products_to_cublas(monkeypatch, rows, many):
     assert step_options(rows) == ({"xla_gpu_enable_triton_gemm": False} if many else None)
 
 
-def test_on_a_gpu_many_pairs_overlap(monkeypatch):
+@pytest.mark.parametrize("built", [True, False])
+def test_on_a_gpu_many_pairs_overlap_if_the_cuda_library_is_built(monkeypatch, built):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert overlap_pays(OVERLAPPED_PAIRS)
+    monkeypatch.setattr("nosa_jax.infer.compiling.has_cuda", lambda: built)
+    assert overlap_pays(OVERLAPPED_PAIRS) == built
     assert not overlap_pays(OVERLAPPED_PAIRS - 1)
 
 
