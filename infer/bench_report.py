@@ -17,7 +17,7 @@ def describe(result: Measurement) -> str:
     """One line."""
     return (
         f"{result.system:13} {result.context:6} tokens {result.batch:4} rows, {result.steps_per_dispatch} a dispatch"
-        f"{', overlap' if result.overlap else ''}: "
+        f"{', overlap' if result.overlap else ''}, selection: {result.selection}: "
         f"{result.step_seconds * 1e3:7.2f} ms a step (host {result.host_seconds * 1e3:.2f}), "
         f"{result.tokens_per_second:8,.0f} tokens/s, {result.of_floor:5.2f} x floor, {result.misses:5.2f} misses; "
         f"traced in {result.trace_seconds:.1f} s, compiled in {result.compile_seconds:.1f} s, "
@@ -28,13 +28,13 @@ def describe(result: Measurement) -> str:
 def table(results: list[Measurement]) -> Table:
     """Everything measured."""
     found = Table(title="decode throughput")
-    for name in ("context", "system", "rows", "slots", "budget", "steps/\ndispatch", "overlap", "ms/step", "host ms",
-                 "tokens/s", "x floor", "misses", "MB\nfetched", "planned", "in use"):  # fmt: skip
+    for name in ("context", "system", "rows", "slots", "budget", "selection", "steps/\ndispatch", "overlap", "ms/step",
+                 "host ms", "tokens/s", "x floor", "misses", "MB\nfetched", "planned", "in use"):  # fmt: skip
         found.add_column(name, justify="right")
     for r in results:
         found.add_row(
-            f"{r.context:,}", r.system, str(r.batch), str(r.slots), r.device_budget or "", str(r.steps_per_dispatch),
-            "on" if r.overlap else "",
+            f"{r.context:,}", r.system, str(r.batch), str(r.slots), r.device_budget or "", r.selection,
+            str(r.steps_per_dispatch), "on" if r.overlap else "",
             f"{r.step_seconds * 1e3:.2f}", f"{r.host_seconds * 1e3:.2f}", f"{r.tokens_per_second:,.0f}",
             f"{r.of_floor:.2f}", f"{r.misses:.2f}", f"{r.fetched_bytes / 1e6:.1f}", format_bytes(r.device_bytes),
             format_bytes(r.allocator["in_use"] + r.program_bytes) if r.allocator else "",
@@ -51,7 +51,7 @@ def plot(results: list[Measurement], path: Path) -> None:
         len(groups), 1, figsize=(9, 1.2 + 0.5 * len(groups) + 0.28 * sum(sizes)), squeeze=False, sharex=True,
         height_ratios=sizes, layout="constrained",
     )  # fmt: skip
-    usual = statistics.mode(r.steps_per_dispatch for r in results)
+    names = dict(zip(map(id, results), labels(results), strict=True))
     colors = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(r.system for r in results))}
     for panel, context, group in zip(panels[:, 0], contexts, groups, strict=True):
         places = range(len(group))
@@ -59,7 +59,7 @@ def plot(results: list[Measurement], path: Path) -> None:
         panel.plot([r.batch / r.floor_seconds for r in group], places, "k|", markersize=10, label="floor")
         for place, r in zip(places, group, strict=True):
             panel.text(0, place, f" {r.tokens_per_second:,.0f}", va="center", fontsize=8, color="white")
-        panel.set_yticks(places, [_label(r, usual) for r in group], fontsize=8)
+        panel.set_yticks(places, [names[id(r)] for r in group], fontsize=8)
         panel.invert_yaxis()
         panel.set_title(f"{context:,} tokens", loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
@@ -69,9 +69,18 @@ def plot(results: list[Measurement], path: Path) -> None:
     plt.close(figure)
 
 
+def labels(results: list[Measurement]) -> list[str]:
+    """Every row in few words, for the picture; the steps of a dispatch where they are not the usual ones."""
+    usual = statistics.mode(r.steps_per_dispatch for r in results)
+    return [_label(r, usual) for r in results]
+
+
 def _label(r: Measurement, usual_steps: int) -> str:
-    """A row in few words; the steps of a dispatch where they are not the usual ones."""
-    notes = [f"{r.misses:.2g} misses" if r.misses else "", "overlap" if r.overlap else "", r.device_budget or "",
-             f"{r.steps_per_dispatch} a dispatch" if r.steps_per_dispatch != usual_steps else ""]  # fmt: skip
-    said = ", ".join(filter(None, notes))
-    return f"{r.system}, {r.batch} rows" + (f" ({said})" if said else "")
+    notes = [
+        r.selection,
+        f"{r.misses:.2g} misses" if r.misses else "",
+        "overlap" if r.overlap else "",
+        r.device_budget or "",
+        f"{r.steps_per_dispatch} a dispatch" if r.steps_per_dispatch != usual_steps else "",
+    ]
+    return f"{r.system}, {r.batch} rows ({', '.join(filter(None, notes))})"

@@ -253,7 +253,7 @@ class Session:
         self.options.out.mkdir(parents=True, exist_ok=True)
         rows = [
             dataclasses.asdict(r)
-            | {"tokens_per_second": r.tokens_per_second, "of_floor": r.of_floor, "device_bytes": r.device_bytes}
+            | {name: getattr(r, name) for name in ("selection", "tokens_per_second", "of_floor", "device_bytes")}
             for r in self.results
         ]
         reached = [dataclasses.asdict(t) | {"reached": t.reached} for t in targets(self.results)]

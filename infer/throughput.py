@@ -23,6 +23,7 @@ from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import init_state
 
 WARM_UP_STEPS = 64  # until tables of 2C slots hold what a replayed trace leaves in them
+BY_WEIGHTS, EVERY_BLOCK = "as it comes from the weights", "every block is attended to"
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,12 @@ class Measurement:
     def tokens_per_second(self) -> float:
         """Of all rows together."""
         return self.batch / self.step_seconds
+
+    @property
+    def selection(self) -> str:
+        """In a word, where the selection comes from: weights, synthetic, recorded, or every block."""
+        words = {BY_WEIGHTS: "weights", EVERY_BLOCK: "every block"}
+        return words.get(self.locality) or ("synthetic" if self.locality.startswith("synthetic: ") else "recorded")
 
     @property
     def of_floor(self) -> float:
@@ -294,8 +301,8 @@ def allocator_bytes() -> dict[str, int] | None:
 
 def _locality(system: System, trace: SelectionTrace | None) -> str:
     if system.attention == "dense":
-        return "every block is attended to"
-    return "as it comes from the weights" if trace is None else trace.origin
+        return EVERY_BLOCK
+    return BY_WEIGHTS if trace is None else trace.origin
 
 
 def read_bytes(model: FrozenModel, system: System, layout: CacheLayout) -> int:

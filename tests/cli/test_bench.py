@@ -40,6 +40,8 @@ def test_all_systems_are_measured_beside_their_floors(monkeypatch, capsys, tmp_p
     assert "random weights" in out
     assert "caches filled with random contents, not by a prefill" in out
     assert "selection of" in out
+    for line in (line for line in out.splitlines() if "ms a step" in line):
+        assert f"selection: {'every block' if line.startswith('dense') else 'weights'}:" in line
     report = json.loads((tmp_path / "throughput.json").read_text())
     assert [(row["system"], row["steps_per_dispatch"]) for row in report["measurements"]] == [
         (system, n) for system in SYSTEMS for n in (1, 4)
@@ -53,6 +55,7 @@ def test_all_systems_are_measured_beside_their_floors(monkeypatch, capsys, tmp_p
         assert row["locality"] == (
             "every block is attended to" if row["system"] == "dense" else "as it comes from the weights"
         )
+        assert row["selection"] == ("every block" if row["system"] == "dense" else "weights")
         assert (row["misses"] > 0) == (row["slots"] < 64), row  # 64 blocks: with a slot for each nothing is fetched
         assert {"parameters", "KV slots", "pooled keys", "workspace"} <= set(row["planned_bytes"])
         assert row["device_bytes"] == sum(row["planned_bytes"].values())
