@@ -29,8 +29,9 @@ class KernelInputs(NamedTuple):
 class QueryCotangents(NamedTuple):
     """What the backward kernels read besides, in the layout of q.
 
-    d_out: cotangent of the output. lse2: the log of the sum of exponentials in base 2, finite. delta: the sum of
-    out * d_out over the head dimension, less the cotangent of the natural log-sum-exp.
+    d_out: cotangent of the output. lse2: the log of the sum of exponentials in base 2, finite; beyond any logit in rows
+    that only pad, whose weights are 0 then, however large the bias. delta: the sum of out * d_out over the head
+    dimension, less the cotangent of the natural log-sum-exp.
     """
 
     d_out: jax.Array
@@ -51,13 +52,13 @@ def row_limits(
     return jnp.broadcast_to(limits, (batch, n_queries))
 
 
-def query_rows(x: jax.Array, n_kv: int, tiling: Tiling) -> jax.Array:
-    """[B, T, N, ...] to [B * K * tiles * rows, ...]; padding is zero."""
+def query_rows(x: jax.Array, n_kv: int, tiling: Tiling, padding_value: float = 0.0) -> jax.Array:
+    """[B, T, N, ...] to [B * K * tiles * rows, ...], with rows that only pad."""
     batch, length, n_heads, *rest = x.shape
     x = x.reshape(batch, length, n_kv, n_heads // n_kv, *rest)
     missing = -length % tiling.tokens
     padding = ((0, 0), (0, missing), (0, 0), (0, tiling.padded_group - tiling.group), *((0, 0),) * len(rest))
-    return jnp.moveaxis(jnp.pad(x, padding), 2, 1).reshape(-1, *rest)
+    return jnp.moveaxis(jnp.pad(x, padding, constant_values=padding_value), 2, 1).reshape(-1, *rest)
 
 
 def from_query_rows(rows: jax.Array, shape: tuple[int, ...], n_kv: int, tiling: Tiling) -> jax.Array:

@@ -31,6 +31,7 @@ from nosa_jax.pallas_kernels.sparse_attention.layouts import (
     kernel_inputs,
     query_rows,
 )
+from nosa_jax.pallas_kernels.sparse_attention.mosaic_parts import LOWEST
 from nosa_jax.pallas_kernels.sparse_attention.tiling import LOG2E, ROWS, Tiling, forward_warpgroups
 from nosa_jax.pallas_kernels.sparse_attention.unions import union_capacity
 from nosa_jax.pallas_kernels.sparse_attention.visits import block_visits
@@ -110,7 +111,8 @@ def backward(
     )
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - d_lse
     lse2 = jnp.where(jnp.isfinite(lse), lse * LOG2E, 0.0)
-    cotangents_of_rows = QueryCotangents(*(query_rows(x, n_kv, inputs.tiling) for x in (d_out, lse2, delta)))
+    rows_of = partial(query_rows, n_kv=n_kv, tiling=inputs.tiling)
+    cotangents_of_rows = QueryCotangents(rows_of(d_out), rows_of(lse2, padding_value=-LOWEST), rows_of(delta))
     dq = mosaic_dq.query_gradient(inputs, cotangents_of_rows, interpret)
     visits = block_visits(inputs.unions, inputs.limits, -(-k.shape[1] // block_size))
     dk, dv, dcis = mosaic_dkv.key_gradients(inputs, cotangents_of_rows, visits, interpret)

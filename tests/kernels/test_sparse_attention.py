@@ -21,6 +21,7 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="na
 by_lane = pytest.mark.parametrize(
     "interpret", [INTERPRET, pytest.param(None, marks=pytest.mark.gpu)], ids=["cpu", "gpu"]
 )
+slow = partial(pytest.param, marks=pytest.mark.slow)
 INT_MAX = np.iinfo(np.int32).max
 NAMES = ("out", "lse", "dq", "dk", "dv", "dcis")
 
@@ -139,17 +140,45 @@ def test_a_block_of_more_visits_than_stages(interpret):
 
 
 @by_lane
-@pytest.mark.parametrize("shift", [-6e4, 1e5])
-def test_b4_constant_shift_of_logits_changes_little(shift, interpret):
-    """A shift that float32 represents exactly leaves the output and the bias's gradient where bfloat16 puts them."""
-    (q, k, v, cis, ids, positions), _ = inputs(20, 20)
+@pytest.mark.parametrize(
+    ("shift", "group"), [(1e5, 3), slow(-6e4, 2), slow(-1e5, 16)], ids=["1e5", "-6e4", "-1e5, group of 16"]
+)
+def test_b4_constant_shift_of_logits_changes_little(shift, group, interpret):
+    """A shift that float32 represents exactly leaves the output and all gradients where bfloat16 puts them."""
+    (q, k, v, cis, ids, positions), d_out = inputs(20, 20, group=group)
     cis = jnp.round(cis * 4) / 4
-    attend = partial(mosaic_gpu.sparse_attention, block_size=16, interpret=interpret)
     q = jnp.round(q)  # products of small integers: the sums are exact too
     k = jnp.round(k)
-    plain, _ = jax.jit(attend)(q, k, v, cis, ids, positions)
-    shifted, _ = jax.jit(attend)(q, k, v, cis + shift, ids, positions)
-    assert_near("out", shifted, plain.astype(jnp.float32))
+    run = partial(everything, lengths=None, d_out=d_out, d_lse=jnp.zeros(d_out.shape[:3]), block=16,
+                  implementation="kernel", interpret=interpret)  # fmt: skip
+    plain, shifted = (run((q, k, v, bias, ids, positions)) for bias in (cis, cis + shift))
+    for name, a, b in zip(NAMES, shifted, plain, strict=False):
+        if name != "lse":
+            assert_near(name, a, np.float32(b))
+
+
+@by_lane
+@pytest.mark.parametrize(
+    ("largest", "group"), [(95.0, 2), slow(1e4, 3), slow(1e3, 16)], ids=["95", "1e4", "1e3, group of 16"]
+)
+def test_s5_biases_of_any_size_leave_gradients_finite(largest, group, interpret):
+    """S5: eviction scores as pre-activations of -1e4 to 1e4 give them; groups of 2 and 3 have rows that only pad."""
+    (q, k, v, _, ids, positions), d_out = inputs(20, 20, group=group)
+    scores = np.array([0.0, 0.69, 20.0, 88.0, 89.0, largest, largest], np.float32)
+    cis = jnp.asarray(np.random.default_rng(group).choice(scores, (1, 20, k.shape[2])))
+    check((q, k, v, cis, ids, positions), d_out, block=16, interpret=interpret)
+
+
+@by_lane
+def test_b4_later_keys_of_the_same_block_change_nothing(interpret):
+    """B4: outputs up to a token keep their bits when keys, values and biases after it in its block change."""
+    (q, k, v, cis, ids, positions), _ = inputs(32, 32)
+    attend = jax.jit(partial(mosaic_gpu.sparse_attention, block_size=16, interpret=interpret))
+    token = 20
+    later = (x.at[:, token + 1 :].add(jnp.asarray(3, x.dtype)) for x in (k, v, cis))
+    for plain, other in zip(attend(q, k, v, cis, ids, positions), attend(q, *later, ids, positions), strict=True):
+        np.testing.assert_array_equal(plain[:, : token + 1], other[:, : token + 1])
+        assert (np.asarray(plain) != np.asarray(other)).any()
 
 
 # The public function's choice, forward and backward.
