@@ -8,7 +8,8 @@ are the single pieces.
 from nosa_jax.ffi.append import MAX_HEAD_DIM, EvictionHead, PooledStatistics, append_token
 from nosa_jax.ffi.fetching import Fetched, ListedPages, NewToken, fetch_blocks, list_blocks, why_not_listed
 from nosa_jax.ffi.handlers import Assignment, TransferList, assign_slots, store_blocks, swap_in, write_pages
-from nosa_jax.ffi.pool import HostMemoryError, HostPool, PoolClosedError, PoolStats
+from nosa_jax.ffi.pinning import HostMemoryError
+from nosa_jax.ffi.pool import HostPool, PoolClosedError, PoolStats
 from nosa_jax.ffi.registration import has_cuda, status
 
 __all__ = [

@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from nosa_jax.ffi import _cpu
+from nosa_jax.ffi.pinning import pin, require_pinnable
 from nosa_jax.ffi.registration import has_cuda
 
 if TYPE_CHECKING:
     from nosa_jax.ffi import _cuda
 
-HostMemoryError = _cpu.HostMemoryError
 PoolClosedError = _cpu.PoolClosedError
 
 
@@ -54,8 +54,9 @@ class HostPool:
             groups) is known to be wrong.
 
     Raises:
-        HostMemoryError: (a MemoryError) more than 95 % of the available memory would be used (nothing was allocated),
-            or the system refused to map or to pin it (everything was given back). It names the bytes and the limit.
+        HostMemoryError: (a MemoryError) more than 95 % of the available memory would be used, or a pool for a GPU is
+            above a limit on locked memory that was found to apply (nothing was allocated); or the system refused to
+            map or to pin it (everything was given back). It names the bytes and the limit.
         ValueError: a size below 1.
         RuntimeError: 1024 pools are open already.
     """
@@ -76,9 +77,11 @@ class HostPool:
         gpu = _gpu_number(device)  # first: it may start JAX's backend, which is not the pool's set-up
         start = time.perf_counter()
         available = _cpu.available_bytes() if available_bytes is None else available_bytes
+        if gpu is not None:
+            require_pinnable(self.nbytes, gpu, available)
         self._native = _cpu.HostPool(n_pages, page_bytes, available)
         touched = time.perf_counter()
-        self._pinned = None if gpu is None else _pin(self._native, n_pages, page_bytes, gpu)
+        self._pinned = None if gpu is None else pin(self._native, n_pages, page_bytes, gpu)
         # Unpins before the slab goes, also when the interpreter exits with the pool open.
         self._finalizer = weakref.finalize(self, _close, self._native, self._pinned)
         self._first_generation = self._native.handle[1]
@@ -215,17 +218,6 @@ def _gpu_number(device: jax.Device | None) -> int | None:
         default = jax.config.jax_default_device
         device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
     return device.local_hardware_id if device.platform in ("gpu", "cuda") else None
-
-
-def _pin(native: "_cpu.HostPool", n_pages: int, page_bytes: int, gpu: int) -> "_cuda.PinnedPool":
-    """Register the slab with CUDA. Raises HostMemoryError, with the slab closed."""
-    from nosa_jax.ffi import _cuda
-
-    try:
-        return _cuda.PinnedPool(gpu, *native.handle, native.address, n_pages, page_bytes)
-    except RuntimeError as error:
-        native.close()
-        raise HostMemoryError(f"host pool: {error}. Plan fewer or shorter requests, or raise the limit.") from error
 
 
 def _close(native: "_cpu.HostPool", pinned: "_cuda.PinnedPool | None") -> None:

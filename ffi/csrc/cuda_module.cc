@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -57,6 +58,23 @@ std::string LockedMemoryLimit() {
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "unlimited";
   return std::to_string(limit.rlim_cur) + " bytes";
+}
+
+// Maps as many bytes, pins them as a pool would be, and gives them back: what CUDA said to it, or None if it did.
+nb::object WhyNotPinned(int device, size_t bytes) {
+  const OnDevice current(device);
+  Require(current.status, "CUDA device " + std::to_string(device));
+  void* const start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) return nb::cast(std::string("mapping them failed"));
+  const cudaError_t status = cudaHostRegister(start, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  nb::object reason = nb::none();
+  if (status == cudaSuccess) {
+    cudaHostUnregister(start);
+  } else {
+    reason = nb::cast(TakeError(status));
+  }
+  munmap(start, bytes);
+  return reason;
 }
 
 constexpr size_t kPieceBytes = size_t{8} << 30;
@@ -243,6 +261,7 @@ NB_MODULE(_cuda, m) {
       .def("release", &PinnedPool::Release, nb::call_guard<nb::gil_scoped_release>())
       .def("renew", &PinnedPool::Renew, nb::call_guard<nb::gil_scoped_release>())
       .def("counts", &CountsOf);
+  m.def("why_not_pinned", &WhyNotPinned);
   m.def("take_fault", &TakeFault);
   m.def("load_append_kernels", [](int device) {
     const OnDevice current(device);
