@@ -1,19 +1,15 @@
 """One computation over two memories, on a GPU: where streams, captured graphs and real device memory are at stake."""
 
-import dataclasses
 import gc
 import os
 import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nosa_jax.ffi import assign_slots
-from nosa_jax.infer import Engine, decode, decode_step
-from nosa_jax.offload import residency
+from nosa_jax.infer import Engine, decode_step
 from tests.infer.cases import (
     FOR_KERNELS,
     ONE_LAYER,
@@ -25,6 +21,7 @@ from tests.infer.cases import (
     resident,
     run_steps,
 )  # fmt: skip
+from tests.offload.disturbed import Disturbed, poison_empty_slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -77,42 +74,18 @@ def test_j3_cuda_graphs_off_on_by_default_and_forced_give_the_same_tokens():
     assert outcomes["off"] == outcomes["default"] == outcomes["forced"]
 
 
-def delayed(x: jax.Array) -> jax.Array:
-    """The same bits, about a millisecond later: after a chain of products that they seem to depend on."""
-    slow = jax.lax.fori_loop(0, 20, lambda _, y: y @ y, jnp.eye(2048) + x.reshape(-1)[0] * 0)
-    return jnp.where(jnp.isinf(slow[0, 0]), jnp.zeros_like(x), x)
-
-
 @pytest.mark.parametrize(
     ("config", "overlap"), [(ONE_LAYER, False), (ONE_LAYER, True), (FOR_KERNELS, True)], ids=["", "overlap", "kernels"]
 )
-def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(monkeypatch, config, overlap):
+def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(config, overlap):
     """O1: C + 1 slots; a slot is filled with NaN when its block is evicted; keys arrive late at the tail block, so that
     a write to the host or an attention that did not wait would see what was there before."""
-
-    def poisoned_bring_in(cache, block_ids, k, v, lengths, page_table, handle, step, *, layer, layout):
-        fresh_from = lengths // layout.config.block_size
-        tables = assign_slots(block_ids, cache.slot_block, cache.last_used, step, fresh_from, n_blocks=layout.n_blocks)
-        freed = tables.slot_block != cache.slot_block
-        cache = dataclasses.replace(cache, slots=jnp.where(freed[..., None, None, None], jnp.nan, cache.slots))
-        late = delayed(k), delayed(v)
-        return residency.bring_in(
-            cache, block_ids, *late, lengths, page_table, handle, step, layer=layer, layout=layout
-        )
-
-    monkeypatch.setattr(decode, "bring_in", poisoned_bring_in)
-    step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
     model, prompts = random_model(config), [random_tokens(33), random_tokens(11)]
     options = dict(max_batch=2, max_context=33 + 200)
-    with offloaded(model, slots=C + 1, overlap=overlap, **options) as engine:
-        state = engine.prefill(prompts)
-        layers = [
-            dataclasses.replace(x, slots=jnp.where((x.slot_block < 0)[..., None, None, None], jnp.nan, x.slots))
-            for x in state.layers
-        ]
-        moved = run_steps(model, state.replace(layers=tuple(layers)), 200, step)
+    with offloaded(model, slots=C + 1, overlap=overlap, **options) as engine, Disturbed(delay=2048) as disturbed:
+        moved = run_steps(model, poison_empty_slots(engine.prefill(prompts)), 200, disturbed.step)
         engine.check()
-    monkeypatch.undo()
+    assert disturbed.traced == {"attend_while_fetching" if overlap else "bring_in": config.num_layers}
     stayed = run_steps(model, resident(model, **options).prefill(prompts), 200)
     np.testing.assert_array_equal(moved.logits, stayed.logits)
     np.testing.assert_array_equal(moved.ids, stayed.ids)

@@ -1,18 +1,14 @@
 """One computation over two memories: bytes that left the device come back the same, and so does every logit."""
 
-import dataclasses
 import functools
 import gc
 import hashlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nosa_jax.ffi import assign_slots
-from nosa_jax.infer import Engine, SamplingParams, decode, decode_step, step
-from nosa_jax.offload import residency
+from nosa_jax.infer import Engine, SamplingParams, decode_step, step
 from tests.infer.cases import (
     LENGTHS,
     ONE_LAYER,
@@ -26,6 +22,7 @@ from tests.infer.cases import (
     resident,
     run_steps,
 )  # fmt: skip
+from tests.offload.disturbed import Disturbed, poison_empty_slots
 
 MODEL = random_model()
 
@@ -113,30 +110,24 @@ def test_bfloat16_offloaded_and_resident_decode_are_equal_bit_for_bit(slots):
     assert moved.misses.sum() > 0
 
 
-@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_o1_every_freed_slot_poisoned(monkeypatch, overlap):
-    """O1: 500 steps with C + 1 slots, where a slot is filled with NaN at the moment its block is evicted."""
-
-    def poisoned_bring_in(cache, block_ids, k, v, lengths, page_table, handle, step, *, layer, layout):
-        fresh_from = lengths // layout.config.block_size
-        tables = assign_slots(block_ids, cache.slot_block, cache.last_used, step, fresh_from, n_blocks=layout.n_blocks)
-        freed = tables.slot_block != cache.slot_block
-        cache = dataclasses.replace(cache, slots=jnp.where(freed[..., None, None, None], jnp.nan, cache.slots))
-        return residency.bring_in(cache, block_ids, k, v, lengths, page_table, handle, step, layer=layer, layout=layout)
-
-    monkeypatch.setattr(decode, "bring_in", poisoned_bring_in)
-    step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
+@pytest.mark.parametrize(
+    ("overlap", "delay"),
+    [
+        (False, 0),
+        pytest.param(True, 0, marks=pytest.mark.slow),
+        pytest.param(False, 128, marks=pytest.mark.slow),
+        pytest.param(True, 128, marks=pytest.mark.slow),
+    ],
+    ids=["", "overlap", "delay", "overlap, delay"],
+)
+def test_o1_every_freed_slot_poisoned(overlap, delay):
+    """O1: 500 steps with C + 1 slots, where a slot is filled with NaN at the moment its block is evicted; the new
+    token's keys and values after a delay too."""
     model, prompts = random_model(ONE_LAYER), prompts_for((33, 11))
     options = dict(max_batch=2, max_context=33 + 500)
-    with offloaded(model, slots=C + 1, overlap=overlap, **options) as engine:
-        state = engine.prefill(prompts)
-        empty = [x.slot_block < 0 for x in state.layers]
-        layers = [
-            dataclasses.replace(x, slots=jnp.where(e[..., None, None, None], jnp.nan, x.slots))
-            for x, e in zip(state.layers, empty, strict=True)
-        ]
-        moved = run_steps(model, state.replace(layers=tuple(layers)), 500, step)
-    monkeypatch.undo()
+    with offloaded(model, slots=C + 1, overlap=overlap, **options) as engine, Disturbed(delay) as disturbed:
+        moved = run_steps(model, poison_empty_slots(engine.prefill(prompts)), 500, disturbed.step)
+    assert disturbed.traced == {"attend_while_fetching" if overlap else "bring_in": ONE_LAYER.num_layers}
     stayed = run_steps(model, resident(model, **options).prefill(prompts), 500)
     np.testing.assert_array_equal(moved.logits, stayed.logits)
     np.testing.assert_array_equal(moved.ids, stayed.ids)
