@@ -42,7 +42,7 @@ def main() -> int:
 
 def _throughput(options: ThroughputOptions) -> int:
     results, made_with = bench_throughput.run(options)
-    Console(width=None if sys.stdout.isatty() else 165).print(table(results))
+    Console(width=None if sys.stdout.isatty() else 172).print(table(results))
     for origin in dict.fromkeys(r.locality for r in results):
         print(f"selection of {', '.join(dict.fromkeys(r.system for r in results if r.locality == origin))}: {origin}")
     shared = max((r.shared_pages for r in results), default=1.0)

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 def describe(result: Measurement) -> str:
     """One line."""
     return (
-        f"{result.system:13} {result.context:6} tokens {result.batch:4} rows, {result.steps_per_dispatch} a dispatch"
+        f"{result.system:17} {result.context:6} tokens {result.batch:4} rows, {result.steps_per_dispatch} a dispatch"
         f"{', overlap' if result.overlap else ''}, selection: {result.selection}: "
         f"{result.step_seconds * 1e3:7.2f} ms a step (host {result.host_seconds * 1e3:.2f}), "
         f"{result.tokens_per_second:8,.0f} tokens/s, {result.of_floor:5.2f} x floor, {result.misses:5.2f} misses; "
@@ -30,7 +30,7 @@ def table(results: list[Measurement]) -> Table:
     found = Table(title="decode throughput")
     for name in ("context", "system", "rows", "slots", "budget", "selection", "steps/\ndispatch", "overlap", "ms/step",
                  "host ms", "tokens/s", "x floor", "misses", "MB\nfetched", "planned", "in use"):  # fmt: skip
-        found.add_column(name, justify="right")
+        found.add_column(name, justify="right", overflow="fold")  # rather than cut off what tells rows apart
     for r in results:
         found.add_row(
             f"{r.context:,}", r.system, str(r.batch), str(r.slots), r.device_budget or "", r.selection,

@@ -51,7 +51,8 @@ class ThroughputOptions:
     batches: tuple[int, ...] = (16, 32, 64)
     """Rows. 0 stands for as many as the budget holds."""
     systems: tuple[str, ...] = tuple(SYSTEMS)
-    """nosa and infllmv2 have 2C slots, with -c exactly C; nosa-resident has every block on the device."""
+    """nosa, infllmv2 (picks by score alone) and dma (by the eviction head alone) have 2C slots, with -c exactly C, with
+    -resident one for every block; dense attends to every block, all of them on the device."""
     device_budget: str | None = None
     """For the cache and a step's workspace, beside the weights, like 24GiB."""
     host_budget: str = "16GiB"

@@ -51,7 +51,13 @@ class Traces:
         return trace
 
     def _made_up(self, attention: AttentionKind, locality: str) -> SelectionTrace:
-        total = self._config.budget_for(attention).total
+        budget = self._config.budget_for(attention)
+        if locality != "published" and budget.query == 0:
+            raise InputError(
+                f"locality={locality}: {attention!r} picks no block by query in this model, so that a step misses none "
+                "by choice and no trace can be made up with misses; give locality=weights, or a --trace"
+            )
+        total = budget.total
         misses = PUBLISHED_MISSES if locality == "published" else {total: float(locality)}
         if total not in misses:
             raise InputError(

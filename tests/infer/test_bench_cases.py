@@ -1,8 +1,11 @@
 """Rows to measure as text, and the targets that measured rows show."""
 
+from typing import get_args
+
 import pytest
 
 from nosa_jax import NosaConfig
+from nosa_jax.config import AttentionKind
 from nosa_jax.errors import InputError
 from nosa_jax.infer.bench_cases import Case, largest_batch, target_cases, targets
 from nosa_jax.infer.throughput import SYSTEMS, Measurement, Timing, beside_weights
@@ -16,6 +19,18 @@ def test_a_row_is_read_with_its_options():
     assert (case.budget, case.steps_per_dispatch, case.locality) == ("24GiB", 4, "weights")
     assert str(case) == "dense, 98304 tokens, as many rows as fit, 24GiB"
     assert Case.parse("nosa:1000:7").context == 1000
+
+
+@pytest.mark.parametrize("attention", [kind for kind in get_args(AttentionKind) if kind != "dense"])
+def test_every_policy_that_selects_has_a_system_of_c_and_2c_slots_and_a_resident_one(attention):
+    """Layouts differ in that alone; a budget's C is the same for all policies."""
+    config = NosaConfig.tiny()
+    total = config.budget_for(attention).total
+    for name, slots in ((f"{attention}-c", total), (attention, 2 * total), (f"{attention}-resident", 64)):
+        layout = Case.parse(f"{name}:1K:2").layout(config)
+        assert (layout.attention, layout.offload) == (attention, not name.endswith("resident"))
+        assert (layout.n_selected, layout.n_slots, layout.n_blocks) == (total, slots, 64)
+    assert {system.attention for system in SYSTEMS.values()} == set(get_args(AttentionKind))
 
 
 def test_a_budget_decides_how_many_rows_fit():

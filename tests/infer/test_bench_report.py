@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from nosa_jax.infer.bench_report import describe, labels, table
-from nosa_jax.infer.throughput import BY_WEIGHTS, EVERY_BLOCK, Measurement
+from nosa_jax.infer.throughput import BY_WEIGHTS, EVERY_BLOCK, SYSTEMS, Measurement
 
 ROW = Measurement(
     system="nosa-c", context=16_384, batch=16, slots=64, device_budget=None, steps_per_dispatch=8, overlap=False,
@@ -28,7 +28,7 @@ ORIGINS = [
 def shown(rows: list[Measurement]) -> list[str]:
     """The table's lines that show rows."""
     text = StringIO()
-    Console(file=text, width=180).print(table(rows))
+    Console(file=text, width=172).print(table(rows))
     return [line for line in text.getvalue().splitlines() if "nosa-c" in line]
 
 
@@ -39,6 +39,13 @@ def test_every_row_says_where_its_selection_comes_from(origin, word):
     assert word in labels([row])[0]
     (line,) = shown([row])
     assert word in line
+
+
+def test_no_system_s_name_is_cut_off():
+    text = StringIO()
+    Console(file=text, width=172).print(table([dataclasses.replace(ROW, system=name) for name in SYSTEMS]))
+    for name in SYSTEMS:
+        assert f" {name} " in text.getvalue()
 
 
 def test_rows_that_differ_in_their_selection_alone_can_be_told_apart():
