@@ -86,11 +86,16 @@ PREFILL = {
     "one window per block": dict(
         positions=[np.arange(500, 509)], n_windows=128, group=24, block_size=4, window=8, stride=4
     ),
+    "head dim 96": dict(positions=[np.arange(590, 599)], n_windows=150, head_dim=96, **SMALL),
+    "head dim 192": dict(positions=[np.arange(590, 599)], n_windows=150, head_dim=192, **SMALL),
+    "head dim 256": dict(positions=[np.arange(590, 599)], n_windows=150, head_dim=256, **SMALL),
 }
 
 
 @by_lane
-@pytest.mark.parametrize("shape", PREFILL)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(x, marks=pytest.mark.slow) if x.startswith("head dim") else x for x in PREFILL]
+)
 def test_prefill_matches_float32(shape, interpret):
     """B1: several programs, positions in any order, rows that do not fill a program, tiles seen in part."""
     args, sizes = case(**PREFILL[shape])
@@ -98,7 +103,7 @@ def test_prefill_matches_float32(shape, interpret):
 
 
 @by_lane
-@pytest.mark.parametrize("tuning", [(1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("tuning", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
 def test_other_tunings_of_prefill(tuning, interpret):
     args, sizes = case([np.arange(590, 599)], 160, **SMALL)
     q, keys, positions = args
@@ -192,10 +197,14 @@ def test_decode_lowers_for_cuda(heads, head_dim):
 
 
 @pytest.mark.parametrize(
-    "heads", [32, pytest.param(6, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+    ("heads", "head_dim"),
+    [
+        (32, 128),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((6, 128), (2, 128), (6, 96), (32, 192), (16, 256))),
+    ],
 )
-def test_prefill_lowers_for_cuda(heads):
-    lower((1, 8192, heads, 128), (1, 2, 8192, 128), dict(n_blocks=2048, **PUBLISHED))
+def test_prefill_lowers_for_cuda(heads, head_dim):
+    lower((1, 8192, heads, head_dim), (1, 2, 8192, head_dim), dict(n_blocks=2048, **PUBLISHED))
 
 
 def test_what_the_kernels_do_not_take_is_named():

@@ -1,5 +1,7 @@
 """What grows token by token has the bits of what is pooled at once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,3 +124,28 @@ def test_one_launch_does_what_the_small_kernels_do(name, scored):
         one = by_xla(one, rotated_k, cis, lengths, active)
     for field, a, b in zip(PooledStatistics._fields, one, two, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=field)
+
+
+@pytest.mark.gpu
+def test_s5_extreme_pre_activations_of_the_eviction_head_give_finite_scores():
+    """S5: softplus of -1e4 to 1e4, in one launch, is what XLA makes of it, and keeps its order."""
+    config = CONFIGS[next(iter(CONFIGS))]
+    layout = CacheLayout(config, "nosa", ROWS, TOKENS, True, config.budget.total)
+    cache = init_state(layout).layers[0]
+    statistics = PooledStatistics(*(getattr(cache, field) for field in PooledStatistics._fields))
+    kv_heads, head_dim = config.num_kv_heads, config.head_dim
+    projected = jnp.zeros((ROWS, config.num_heads + 2 * kv_heads, head_dim), config.dtype)
+    lengths, active = jnp.zeros(ROWS, jnp.int32), jnp.ones(ROWS, bool)
+    cos, sin = (table[:, 0] for table in rope_tables(lengths[:, None], config))
+    scores = []
+    for bias in (-1e4, -88.0, 0.0, 20.0, 88.0, 89.0, 1e4):
+        head = EvictionHead(jnp.zeros((kv_heads, kv_heads, head_dim)), jnp.full(kv_heads, bias))
+        *_, after = jax.jit(partial(append_token, stride=config.pool_stride, exponential=config.eviction == "dma"))(
+            statistics, projected, cos, sin, head, lengths, active
+        )
+        cis = np.asarray(after.cis)[:, :, 0, 0]
+        expected = np.asarray(eviction_scores(projected[:, None, -kv_heads:], *head)[:, 0])
+        np.testing.assert_allclose(cis, expected, rtol=1e-5, atol=1e-6)
+        scores.append(cis.max())
+    assert np.isfinite(scores).all()
+    assert (np.diff(scores) >= 0).all()

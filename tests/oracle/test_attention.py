@@ -131,6 +131,29 @@ def test_b2_everything_selected_equals_dense_with_bias(n_blocks, implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_documents_in_rows_of_their_own_equal_each_alone(implementation):
+    """Boundaries 0, 781 and 2048: two rows with lengths give every document what it gets alone, gradients included."""
+    lengths, block = (781, 1267), 64
+    q, k, v, cis, d_out = inputs(3, max(lengths), max(lengths))
+    positions = np.arange(max(lengths), dtype=np.int32)[None].repeat(2, axis=0)
+    ids = random_ids(3, positions, 2, -(-max(lengths) // block), block, 4)
+
+    @jax.jit
+    def run(q, k, v, cis, ids, d_out, lengths):
+        out, pullback = jax.vjp(
+            lambda *x: sparse_attention(*x, ids, None, lengths, block_size=block, implementation=implementation),
+            q, k, v, cis,
+        )  # fmt: skip
+        return out, *pullback(d_out)
+
+    together = run(q, k, v, cis, ids, d_out, jnp.asarray(lengths, jnp.int32))
+    for row, length in enumerate(lengths):
+        alone = run(*(x[row : row + 1, :length] for x in (q, k, v, cis, ids, d_out)), None)
+        for a, b in zip(together, alone, strict=True):
+            np.testing.assert_allclose(a[row : row + 1, :length], b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("padding", [-1, 6, INT_MAX, np.iinfo(np.int32).min])
 def test_b3_padding_touches_nothing(padding, implementation):
     """Rows with 0, 1, C-1 and C ids; padding of every kind leaves outputs and gradients alone.

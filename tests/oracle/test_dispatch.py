@@ -1,7 +1,10 @@
 """The contract of `implementation=`: a named one runs or says why not, None always works."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from nosa_jax.pallas_kernels import (
@@ -70,6 +73,31 @@ def test_a_surrounding_default_counts_where_no_name_is_given():
     assert traced == ["xla", "xla", "reference", "xla"]
     with pytest.raises((ValueError, TypeError), match="triton"), default_implementation("triton"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"), [("8.6", "the GPUs here have 8.6"), ("10.0", "the GPUs here have 10.0"), ("9.0", None)]
+)
+def test_gpus_without_wgmma_run_xla_and_say_so_once(capability, reason, monkeypatch, caplog):
+    """Before sm_90 and after it: the XLA path works, one line of log names the operation and the reason."""
+    monkeypatch.setattr(dispatch, "_gpus", lambda: (SimpleNamespace(compute_capability=capability),))
+    operation = f"op for {capability}"
+
+    def call(implementation):
+        return dispatch.run(operation, implementation, (X,), xla=lambda x: x + 1, mosaic_gpu=lambda x: x + 2)
+
+    for _ in range(3):
+        np.testing.assert_array_equal(call(None), X + 1)  # this program is for the CPU in any case
+    said = [record.getMessage() for record in caplog.records if operation in record.getMessage()]
+    if reason is None:
+        assert not said
+        np.testing.assert_array_equal(call("mosaic_gpu"), X + 2)
+    else:
+        assert len(said) == 1
+        assert said[0].startswith(f"{operation} runs through XLA on this GPU: ")
+        assert reason in said[0]
+        with pytest.raises(NotImplementedError, match=reason):
+            call("mosaic_gpu")
 
 
 def test_programs_for_another_platform_get_what_runs_there(monkeypatch):
