@@ -17,19 +17,17 @@ from nosa_jax.config import NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer.bench_cases import Case, compiler_options, system_named, target_cases, targets
+from nosa_jax.infer.bench_models import load, model_config
 from nosa_jax.infer.bench_report import describe, plot
 from nosa_jax.infer.bench_traces import Traces
 from nosa_jax.infer.environment import environment
-from nosa_jax.infer.frozen import FrozenModel, freeze
+from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.plan import format_bytes, parse_bytes
-from nosa_jax.infer.random_contents import random_model
 from nosa_jax.infer.rates import DeviceRates, measure_rates
 from nosa_jax.infer.throughput import SYSTEMS, Measurement, Program, Timing, beside_weights, compile_steps, measure
 from nosa_jax.infer.trace import SelectionTrace
 from nosa_jax.offload.layout import CacheLayout
-from nosa_jax.weights import find_model
 
-PRESETS = ("nosa_8b", "nosa_1b", "tiny")
 CONTENTS = "caches filled with random contents, not by a prefill"
 
 
@@ -38,9 +36,10 @@ class ThroughputOptions:
     """Time decode steps of several systems, contexts and batches within a device budget."""
 
     model: str = "nosa_8b"
-    """nosa_8b, nosa_1b or tiny with random weights, or the folder of a checkpoint."""
+    """nosa_8b, nosa_1b or tiny with random weights; a config.json, or a folder with no weights beside it, for random
+    weights of that shape; or the folder of a checkpoint."""
     layers: int | None = None
-    """Only so many layers of a preset."""
+    """Only so many layers of a preset or a config file."""
     suite: Literal["targets"] | None = None
     """targets: the rows of the project's targets, the most important first, and what they show. Overrides the sizes."""
     cases: tuple[str, ...] = ()
@@ -90,23 +89,6 @@ class Row:
     layout: CacheLayout
     timing: Timing
     trace: SelectionTrace | None
-
-
-def model_config(options: ThroughputOptions) -> NosaConfig:
-    """The config of the model, without its weights."""
-    if options.model not in PRESETS:
-        if options.layers is not None:
-            raise InputError(f"--layers {options.layers} is for {', '.join(PRESETS)}; a checkpoint has its own")
-        return find_model(options.model).config
-    config: NosaConfig = getattr(NosaConfig, options.model)()
-    return config if options.layers is None else config.replace(num_layers=options.layers)
-
-
-def load(options: ThroughputOptions, config: NosaConfig) -> tuple[FrozenModel, str]:
-    """The model, and in words what its weights are."""
-    if options.model in PRESETS:
-        return random_model(config), "random weights"
-    return freeze(find_model(options.model).load()), f"the weights of {options.model}"
 
 
 def _timing(options: ThroughputOptions, steps_per_dispatch: int) -> Timing:
@@ -177,10 +159,10 @@ def rows_to_measure(options: ThroughputOptions, config: NosaConfig) -> Iterator[
 def run(options: ThroughputOptions) -> tuple[list[Measurement], dict[str, Any]]:
     """All measurements, and what they were made with; what is done is in `out` after every row."""
     started = time.perf_counter()
-    config = model_config(options)
+    config = model_config(options.model, options.layers)
     compiler_options(options.xla_options)
     rows = list(rows_to_measure(options, config))  # everything that can be refused is, before anything is made
-    model, weights = load(options, config)
+    model, weights = load(options.model, config)
     jax.block_until_ready(model.parameters)
     loaded = time.perf_counter() - started
     rates = measure_rates()

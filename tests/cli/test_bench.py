@@ -12,6 +12,7 @@ from nosa_jax.infer import bench, bench_throughput, freeze
 from nosa_jax.infer.random_contents import random_model
 from nosa_jax.infer.rates import DeviceRates
 from nosa_jax.infer.throughput import SYSTEMS
+from nosa_jax.weights.config_json import config_to_json
 
 TINY = ("--model", "tiny", "--layers", "1", "--host-budget", "16MiB")
 
@@ -34,7 +35,7 @@ def test_all_systems_are_measured_beside_their_floors(monkeypatch, capsys, tmp_p
     """A table, JSON and a picture; every row says where its selection comes from and what memory was planned."""
     code, out, _ = run(
         monkeypatch, capsys, "throughput", *TINY, "--contexts", "1024", "--batches", "2", "--steps", "2",
-        "--rounds", "2", "--steps-per-dispatch", "1", "4", "--locality", "weights", "--out", str(tmp_path),
+        "--rounds", "2", "--steps-per-dispatch", "4", "--locality", "weights", "--out", str(tmp_path),
     )  # fmt: skip
     assert code == 0
     assert "random weights" in out
@@ -43,9 +44,7 @@ def test_all_systems_are_measured_beside_their_floors(monkeypatch, capsys, tmp_p
     for line in (line for line in out.splitlines() if "ms a step" in line):
         assert f"selection: {'every block' if line.startswith('dense') else 'weights'}:" in line
     report = json.loads((tmp_path / "throughput.json").read_text())
-    assert [(row["system"], row["steps_per_dispatch"]) for row in report["measurements"]] == [
-        (system, n) for system in SYSTEMS for n in (1, 4)
-    ]
+    assert [row["system"] for row in report["measurements"]] == list(SYSTEMS)
     for row in report["measurements"]:
         assert row["step_seconds"] > 0
         assert row["host_seconds"] > 0
@@ -161,7 +160,33 @@ def test_what_cannot_be_measured_is_said(monkeypatch, capsys, arguments, message
 def test_layers_of_a_checkpoint_are_its_own(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "throughput", "--model", "somewhere", "--layers", "2")
     assert code == 2
-    assert "--layers 2 is for nosa_8b, nosa_1b, tiny; a checkpoint has its own" in err
+    assert "--layers 2 is for nosa_8b, nosa_1b, tiny and config files without weights; a checkpoint has its own" in err
+
+
+@pytest.mark.slow
+def test_a_config_file_is_timed_with_random_weights(monkeypatch, capsys, tmp_path, rates):
+    """The output says so, as for presets; the file has it too."""
+    shape = tmp_path / "shape"
+    shape.mkdir()
+    values = config_to_json(NosaConfig.tiny(num_layers=1, embed_dim=32, ffn_dim=32, vocab_size=64))
+    (shape / "config.json").write_text(json.dumps(values))
+    code, out, _ = run(
+        monkeypatch, capsys, "throughput", "--model", str(shape), "--cases", "nosa-resident:512:1", "--steps", "1",
+        "--rounds", "1", "--steps-per-dispatch", "1", "4", "--locality", "weights", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0
+    assert "shape, random weights, " in out
+    report = json.loads((tmp_path / "throughput.json").read_text())
+    assert report["weights"] == "random weights"
+    assert [row["steps_per_dispatch"] for row in report["measurements"]] == [1, 4]
+
+
+def test_an_invalid_config_file_is_refused_by_name(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4}')
+    code, _, err = run(monkeypatch, capsys, "throughput", "--model", str(tmp_path))
+    assert code == 2
+    assert f"{tmp_path}/config.json': " in err
+    assert "vocab_size is missing" in err
 
 
 def test_without_a_command_it_says_which_there_are(monkeypatch, capsys):
