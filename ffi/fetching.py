@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
-from nosa_jax.ffi.handlers import DEFAULT_CTAS, check_call, guard
+from nosa_jax.ffi.handlers import DEFAULT_CTAS, check_call, check_slots, guard
 
 
 class NewToken(NamedTuple):
@@ -142,10 +142,7 @@ def _prepare(
     """Operands and options of the call of either kind."""
     check_call(name, layer, n_layers, n_ctas)
     rows, heads, n_wanted = wanted.shape
-    if slot_block.shape[2] < n_wanted:
-        raise ValueError(
-            f"{name}: {slot_block.shape[2]} slots cannot hold {n_wanted} wanted blocks; plan at least as many"
-        )
+    check_slots(name, slot_block.shape[2], n_wanted)
     per_wanted = jax.ShapeDtypeStruct(wanted.shape, jnp.int32)
     per_head = jax.ShapeDtypeStruct((rows, heads), jnp.int32)
     table = jax.ShapeDtypeStruct(slot_block.shape, jnp.int32)

@@ -19,6 +19,7 @@ register()
 
 # 16 thread blocks saturate a PCIe 5 link with pages of 32 KiB: 64 and 132 gain nothing from 512 KiB a call upwards.
 DEFAULT_CTAS = 16
+MAX_SLOTS = 4096  # what fits in the shared memory of sm_80; the same everywhere, so that a CPU's step also fits a GPU
 
 
 class TransferList(NamedTuple):
@@ -65,12 +66,11 @@ def assign_slots(
         n_blocks: M, the blocks of a row.
 
     Raises:
-        ValueError: fewer slots than wanted blocks.
+        ValueError: fewer slots than wanted blocks, or more than 4096.
     """
     rows, heads, n_wanted = wanted.shape
     n_slots = slot_block.shape[2]
-    if n_slots < n_wanted:
-        raise ValueError(f"assign_slots: {n_slots} slots cannot hold {n_wanted} wanted blocks; plan at least as many")
+    check_slots("assign_slots", n_slots, n_wanted)
     list_of_wanted = jax.ShapeDtypeStruct(wanted.shape, jnp.int32)
     per_head = jax.ShapeDtypeStruct((rows, heads), jnp.int32)
     table = jax.ShapeDtypeStruct(slot_block.shape, jnp.int32)
@@ -186,6 +186,14 @@ def check_call(name: str, layer: int, n_layers: int, n_ctas: int) -> None:
         raise ValueError(f"{name}: layer={layer} is outside the {n_layers} layers")
     if not 1 <= n_ctas < 2**16:
         raise ValueError(f"{name}: n_ctas={n_ctas} is outside 1..65535")
+
+
+def check_slots(name: str, n_slots: int, n_wanted: int) -> None:
+    """Raise ValueError for fewer slots than wanted blocks, or more than the handlers take."""
+    if n_slots < n_wanted:
+        raise ValueError(f"{name}: {n_slots} slots cannot hold {n_wanted} wanted blocks; plan at least as many")
+    if n_slots > MAX_SLOTS:
+        raise ValueError(f"{name}: {n_slots} slots are more than the {MAX_SLOTS} that a handler takes; plan fewer")
 
 
 def _transfer(

@@ -95,7 +95,8 @@ def assign_head(
     for b in distinct:
         if b in place:
             continue
-        free = [s for s in range(len(slot_block)) if s not in place.values()]
+        taken = set(place.values())
+        free = [s for s in range(len(slot_block)) if s not in taken]
         slot = min(free, key=lambda s: (head.slot_block[s] >= 0, last_used[s] if head.slot_block[s] >= 0 else 0, s))
         place[b] = slot
         head.slot_block[slot] = b

@@ -202,7 +202,7 @@ def test_a_long_run_at_full_size_follows_the_rule(compare, extra):
 
 @pytest.mark.parametrize(
     ("n_wanted", "n_slots", "n_blocks"),
-    [(130, 200, 300), (300, 700, 900), (300, 1100, 1300), (3, 5, 70_000)],
+    [(130, 200, 300), (300, 700, 900), (300, 1100, 1300), (4096, 4096, 5000), (3, 5, 70_000)],
 )
 def test_large_tables_follow_the_rule(compare, n_wanted, n_slots, n_blocks):
     """Sizes for which the GPU takes other ways: more slots than threads, too many to take singly, too large a map."""
@@ -230,6 +230,16 @@ def test_too_few_slots_are_refused(device):
         ffi.assign_slots(
             jnp.zeros((1, 1, 4), jnp.int32), table, table, jnp.int32(0), jnp.zeros(1, jnp.int32), n_blocks=4
         )
+
+
+def test_more_slots_than_the_kernels_hold_are_refused(make_pool):
+    table = jnp.zeros((1, 1, 4097), jnp.int32)
+    wanted, step, row = jnp.zeros((1, 1, 4), jnp.int32), jnp.int32(0), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="assign_slots: 4097 slots are more than the 4096"):
+        ffi.assign_slots(wanted, table, table, step, row, n_blocks=4)
+    handle, cache, pages = make_pool(1, 8).handle, jnp.zeros((1, 1, 4097, 2, 1, 1)), jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match="fetch_blocks: 4097 slots are more than the 4096"):
+        ffi.fetch_blocks(handle, cache, wanted, table, table, step, row, pages, layer=0, n_layers=1)
 
 
 def test_tables_are_updated_in_place_when_donated(device):

@@ -154,5 +154,6 @@ class CudaPoolMachine(PoolMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestCudaPoolMachine = pytest.mark.gpu(CudaPoolMachine.TestCase)
-for case in (TestPoolMachine, TestCudaPoolMachine):
-    case.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestPoolMachine.settings = TestCudaPoolMachine.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None
+)
