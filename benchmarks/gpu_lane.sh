@@ -77,13 +77,18 @@ or one_launch and not 70" || status=$?
     -k "negative_position or two_runs_are_bit_equal or every_length or padding_touches_nothing" || status=$?
   return "$status"
 }
-suite() { # the tests that run anywhere, with this GPU as the default device
-  XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest -n 8 -p no:benchmark -m "not slow and not gpu" tests/offload tests/infer
+suite() { # the tests that run anywhere, with this GPU as the default device; slow ones too, but for those about time or
+  # the command line, and those of the plan, which has tests of its own on a GPU
+  export XLA_PYTHON_CLIENT_PREALLOCATE=false
+  local status=0 run=("$python" -m pytest -n 8 -p no:benchmark --durations=10 tests/offload tests/infer)
+  "${run[@]}" -m "not slow and not gpu" || status=$?
+  "${run[@]}" -m "slow and not gpu" -k "not soak and not workspace and not by_command" || status=$?
+  return "$status"
 }
 export -f build tests throughput profile kernels parity swap decode prefill plan sanitize suite
 
 step build 240
-step tests 300
+step tests 420
 step throughput 330
 step profile 150
 step kernels 300
@@ -93,6 +98,6 @@ step decode 90
 step prefill 270
 step plan 240
 step sanitize 300
-step suite 300
+step suite 600
 printf '%s\n' "${results[@]}" | tee "$out/lane.txt"
 ! printf '%s\n' "${results[@]}" | grep -q FAILED

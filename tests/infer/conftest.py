@@ -1,8 +1,11 @@
-"""Fixtures of the tests of scheduling."""
+"""Fixtures of the tests of engines and of scheduling."""
 
 import pytest
 
+from tests.infer.devices import device
 from tests.infer.scheduling import assert_all_free, engine_of, solo_tokens
+
+__all__ = ["device", "engine", "solo"]
 
 
 @pytest.fixture(scope="session")

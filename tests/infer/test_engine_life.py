@@ -14,7 +14,19 @@ from nosa_jax.ffi import HostMemoryError, PoolClosedError
 from nosa_jax.infer import Engine, SamplingParams, decode_step
 from nosa_jax.offload import OutOfPagesError
 from nosa_jax.tokenizer import ByteTokenizer
-from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, P, offloaded, random_model, random_tokens, run_steps
+from tests.infer.cases import (
+    FOR_KERNELS,
+    ONE_LAYER,
+    ROWS,
+    SMALL,
+    C,
+    P,
+    offloaded,
+    random_model,
+    random_tokens,
+    run_steps,
+)
+from tests.infer.devices import on_gpu_too
 
 MODEL = random_model()
 PROMPTS = [random_tokens(n, seed=n) for n in (11, 33, 5)]
@@ -74,6 +86,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@on_gpu_too
 def test_o5_fifty_engines_used_half_way_and_dropped_leave_nothing():
     """O5: their pools are closed with the last reference, and neither host nor device memory grows."""
     pools, pool_bytes = [], 0
@@ -99,6 +112,7 @@ def test_o5_fifty_engines_used_half_way_and_dropped_leave_nothing():
     assert resident_bytes() - host < 20 * pool_bytes, "the pools of dropped engines are still there"
 
 
+@on_gpu_too
 def test_o5_interrupted_between_two_steps(expected):
     """O5: the engine is usable at once, all pages are free, and its tokens are those of a fresh engine."""
     with offloaded(MODEL) as engine:
@@ -151,6 +165,7 @@ def assert_refused(engine, state):
     assert re.search(r"\d", str(caught.value))
 
 
+@on_gpu_too
 def test_o5_a_closed_engine_says_so():
     engine = offloaded(MODEL)
     state = engine.prefill(PROMPTS)
@@ -165,34 +180,58 @@ def test_o5_a_closed_engine_says_so():
         pool.read_page(0)
 
 
-def test_o6_engines_of_other_shapes_beside_each_other():
-    """O6: steps of two engines interleaved equal solo runs; one is destroyed, a third is made, the second goes on."""
-    other = random_model(ONE_LAYER.replace(block_size=8, head_dim=16, pool_window=8, pool_stride=4), seed=3)
-    options = dict(max_batch=2, max_context=120)
-    prompts = PROMPTS[:2]
-    tokens_a, tokens_b = random_tokens((ROWS, 60), seed=8), random_tokens((2, 60), seed=9)
-    with offloaded(MODEL) as a, offloaded(other, **options) as b:
-        solo_a = run_steps(MODEL, a.prefill(prompts), tokens_a)
-        solo_b = run_steps(other, b.prefill(prompts), tokens_b)
+# Two models of other head dims, block sizes, layers and rows than each other, and what their engines take.
+APART = {
+    "float32": (
+        (SMALL, (11, 33), {}),
+        (
+            ONE_LAYER.replace(block_size=8, head_dim=16, pool_window=8, pool_stride=4),
+            (11, 33),
+            dict(max_batch=2, max_context=120),
+        ),
+    ),
+    "16 bits, overlap": (
+        (FOR_KERNELS.replace(num_layers=2), (180, 150), dict(max_batch=3, max_context=256, overlap=True)),
+        (
+            FOR_KERNELS.replace(block_size=32, head_dim=128, pool_window=32, pool_stride=16),
+            (300, 280),
+            dict(max_batch=2, max_context=384, overlap=True),
+        ),
+    ),
+}
 
-    a, b = offloaded(MODEL), offloaded(other, **options)
-    state_a, state_b = a.prefill(prompts), b.prefill(prompts)
-    for t in range(30):
-        logits_a, state_a = decode_step(MODEL, state_a, tokens_a[:, t])
-        logits_b, state_b = decode_step(other, state_b, tokens_b[:, t])
-        np.testing.assert_array_equal(logits_a[:2], solo_a.logits[t, :2])
-        np.testing.assert_array_equal(logits_b, solo_b.logits[t])
+
+@on_gpu_too
+@pytest.mark.parametrize("shapes", ["float32", pytest.param("16 bits, overlap", marks=pytest.mark.slow)])
+def test_o6_engines_of_other_shapes_beside_each_other(shapes):
+    """O6: steps of two engines interleaved equal solo runs; one is destroyed, a third is made, the second goes on."""
+    (config_a, lengths_a, options_a), (config_b, lengths_b, options_b) = APART[shapes]
+    model_a, model_b = random_model(config_a), random_model(config_b, seed=3)
+    prompts_a, prompts_b = ([random_tokens(n, seed=n) for n in lengths] for lengths in (lengths_a, lengths_b))
+    with offloaded(model_a, **options_a) as a, offloaded(model_b, **options_b) as b:
+        tokens_a, tokens_b = (random_tokens((e.layout.max_batch, 60), seed=8 + i) for i, e in enumerate((a, b)))
+        solo_a = run_steps(model_a, a.prefill(prompts_a), tokens_a)
+        solo_b = run_steps(model_b, b.prefill(prompts_b), tokens_b)
+
+    def in_turn(state_a, state_b, begin_b):
+        for t in range(30):
+            logits_a, state_a = decode_step(model_a, state_a, tokens_a[:, t])
+            logits_b, state_b = decode_step(model_b, state_b, tokens_b[:, begin_b + t])
+            np.testing.assert_array_equal(logits_a[:2], solo_a.logits[t, :2])
+            np.testing.assert_array_equal(logits_b, solo_b.logits[begin_b + t])
+        return state_b
+
+    a, b = offloaded(model_a, **options_a), offloaded(model_b, **options_b)
+    state_b = in_turn(a.prefill(prompts_a), b.prefill(prompts_b), 0)
+    a.check()
     a.close()
-    del a, state_a
-    third = offloaded(MODEL)
-    state_a = third.prefill(prompts)
-    for t in range(30):
-        logits_a, state_a = decode_step(MODEL, state_a, tokens_a[:, t])
-        logits_b, state_b = decode_step(other, state_b, tokens_b[:, 30 + t])
-        np.testing.assert_array_equal(logits_a[:2], solo_a.logits[t, :2])
-        np.testing.assert_array_equal(logits_b, solo_b.logits[30 + t])
+    del a
+    third = offloaded(model_a, **options_a)
+    in_turn(third.prefill(prompts_a), state_b, 30)
     assert solo_a.misses.sum() > 0
     assert solo_b.misses.sum() > 0
+    third.check()
+    b.check()
     third.close()
     b.close()
 

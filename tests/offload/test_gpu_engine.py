@@ -111,6 +111,24 @@ def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(config, ov
     assert moved.misses.sum() > (100 if config is ONE_LAYER else 10)
 
 
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_o1_repeated_through_the_kernels_at_several_batch_sizes(batch):
+    """O1: 20 repeats of 200 steps in 16 bits, with overlap where an engine chooses it by itself: at 32 rows, not at 1 and 8."""
+    config = FOR_KERNELS.replace(num_layers=2)
+    block, budget = config.block_size, config.budget.total * config.block_size
+    lengths = [budget + 1, 1, block - 1, block, block + 1, budget - 5, budget - 1, budget]
+    model, prompts = random_model(config), [random_tokens(lengths[i % 8], seed=i) for i in range(batch)]
+    options = dict(max_batch=batch, max_context=max(lengths) + 200)
+    stayed = run_steps(model, resident(model, **options).prefill(prompts), 200)
+    for _ in range(20):
+        with offloaded(model, overlap=batch == 32, **options) as engine:
+            moved = run_steps(model, engine.prefill(prompts), 200)
+            engine.check()
+        assert moved.logits.tobytes() == stayed.logits.tobytes()
+        np.testing.assert_array_equal(moved.ids, stayed.ids)
+        assert moved.misses.sum() > 10
+
+
 def test_o7_device_memory_grows_with_context_as_the_formula_says(gpu):
     """O7: bytes in use on the device with the state of one engine at 32K, 64K and 128K tokens, after steps."""
     config = SMALL.replace(

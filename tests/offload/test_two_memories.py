@@ -10,10 +10,12 @@ import pytest
 
 from nosa_jax.infer import Engine, SamplingParams, decode_step, step
 from tests.infer.cases import (
+    FOR_KERNELS,
     LENGTHS,
     ONE_LAYER,
     SMALL,
     C,
+    P,
     cache_leaves,
     offloaded,
     page_of,
@@ -22,6 +24,7 @@ from tests.infer.cases import (
     resident,
     run_steps,
 )  # fmt: skip
+from tests.infer.devices import on_gpu_too
 from tests.offload.disturbed import Disturbed, poison_empty_slots
 
 MODEL = random_model()
@@ -31,6 +34,7 @@ def prompts_for(lengths, seed=0):
     return [random_tokens(n, seed=seed + i) for i, n in enumerate(lengths)]
 
 
+@on_gpu_too
 @pytest.mark.parametrize("batch", [1, 8])
 def test_o1_offloaded_and_resident_decode_are_equal_bit_for_bit(batch):
     """O1 and promise 1: 200 greedy steps; logits, tokens and selected blocks; the resident cache never fetches."""
@@ -55,6 +59,7 @@ def test_o1_offloaded_and_resident_decode_are_equal_bit_for_bit(batch):
     assert stats.steps == 200
 
 
+@on_gpu_too
 @pytest.mark.slow
 def test_generate_gives_the_same_tokens_from_both_memories():
     params = [SamplingParams(max_new_tokens=60, temperature=t, seed=3) for t in (0.0, 1.0, 1.3)]
@@ -85,6 +90,7 @@ def test_steps_inside_a_loop_of_the_callers_own_jit():
     np.testing.assert_array_equal(looped.min_locality, by_hand.min_locality)
 
 
+@on_gpu_too
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 32])
 def test_o1_repeated_at_other_batch_sizes(batch):
@@ -97,6 +103,7 @@ def test_o1_repeated_at_other_batch_sizes(batch):
         np.testing.assert_array_equal(moved.logits, stayed.logits)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("slots", [C, pytest.param(C + 2, marks=pytest.mark.slow)])
 def test_bfloat16_offloaded_and_resident_decode_are_equal_bit_for_bit(slots):
     model = random_model(ONE_LAYER.replace(dtype="bfloat16"))
@@ -183,20 +190,29 @@ class Hashes:
         assert self.known.setdefault(key, digest) == digest, f"changed: {key}"
 
 
-@pytest.mark.parametrize("config", [SMALL, ONE_LAYER.replace(dtype="bfloat16")], ids=["float32", "bfloat16"])
-def test_o2_blocks_come_back_bit_exact(config):
+@on_gpu_too
+@pytest.mark.parametrize(
+    ("config", "lengths", "options"),
+    [
+        (SMALL, (11, 10), {}),
+        (ONE_LAYER.replace(dtype="bfloat16"), (11, 10), dict(max_batch=2, max_context=80)),
+        pytest.param(FOR_KERNELS, (180, 170), dict(max_batch=2, max_context=240, overlap=True), marks=pytest.mark.slow),
+    ],
+    ids=["float32", "bfloat16", "bfloat16, overlap"],
+)
+def test_o2_blocks_come_back_bit_exact(config, lengths, options):
     """O2: K, V, pooled keys and cis of every block, before eviction and after it came back; host pages and the
     partly filled tail blocks too, after a prefill in pieces that end within blocks."""
     model, rows = random_model(config, scale=2.0), 2
-    options = {} if config is SMALL else dict(max_batch=2, max_context=80)
     hashes = Hashes()
     with offloaded(model, **options) as engine:
-        state = engine.prefill(prompts_for((11, 10)), chunk=7)
+        state = engine.prefill(prompts_for(lengths), chunk=7 * config.block_size // P)
         hashes.check(state, engine._pool, rows)
         tokens = random_tokens((60, engine.layout.max_batch), seed=9)
         for chosen in tokens:
             _, state = decode_step(model, state, chosen)
             hashes.check(state, engine._pool, rows)
+        engine.check()
     assert hashes.fetched > 20, "too few blocks came back; the test shows nothing"
 
 
