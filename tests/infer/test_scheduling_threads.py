@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from nosa_jax.infer import SamplingParams
-from tests.infer.scheduling import GREEDY, PARAMS, PROMPTS, either, engine_of
+from tests.infer.cases import offloaded, random_model
+from tests.infer.scheduling import CHUNK, GREEDY, PARAMS, PROMPTS, assert_all_free, either, engine_of
 
 
 @either
@@ -31,6 +32,45 @@ def test_submitting_from_many_threads_while_another_serves(engine, solo):
     assert [outcomes[i] for i in range(len(PROMPTS))] == solo
     assert [r.tokens for r in first_two] == solo[:2]
     assert engine.submit(PROMPTS[0], GREEDY).result().tokens == solo[0], "and without a thread as before"
+
+
+def test_two_engines_serve_at_once(solo):
+    """O6 with threads: two models of one layout, so that the engines share their programs; both are in mid-decode at
+    the same time, and each request gets what it gets from its engine alone."""
+    other = random_model(seed=7)
+    with offloaded(other, prefill_chunk=CHUNK) as alone:
+        solo_other = [alone.submit(p, q).result().tokens for p, q in zip(PROMPTS, PARAMS, strict=True)]
+    assert all(a != b for a, b in zip(solo, solo_other, strict=True)), "engines that are mistaken for each other"
+    both = threading.Barrier(2, timeout=60)
+    outcomes: dict[tuple[int, int], list[int]] = {}
+
+    def client(number, engine, i):
+        seen: list[int] = []
+
+        def note(token):
+            seen.append(token)
+            if i == 0 and len(seen) in (2, 6):
+                both.wait()  # the other engine's thread is within a round as well
+
+        assert engine.submit(PROMPTS[i], PARAMS[i], on_token=note).result().tokens == seen
+        outcomes[number, i] = seen
+
+    with engine_of() as one, offloaded(other, prefill_chunk=CHUNK) as two:
+        with one.serving(), two.serving():
+            threads = [
+                threading.Thread(target=client, args=(number, engine, i))
+                for i in range(len(PROMPTS))
+                for number, engine in enumerate((one, two))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        for engine in (one, two):
+            engine.check()
+            assert_all_free(engine)
+    for number, expected in enumerate((solo, solo_other)):
+        assert [outcomes[number, i] for i in range(len(PROMPTS))] == expected
 
 
 def test_several_threads_that_wait_without_a_server_share_the_work(engine, solo):

@@ -113,7 +113,7 @@ def test_o1_a_delay_before_the_kv_write_and_every_freed_slot_poisoned(config, ov
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_o1_repeated_through_the_kernels_at_several_batch_sizes(batch):
-    """O1: 20 repeats of 200 steps in 16 bits, with overlap where an engine chooses it by itself: at 32 rows, not at 1 and 8."""
+    """O1: 20 repeats of 200 steps in 16 bits, with overlap at 32 rows, where an engine chooses it by itself."""
     config = FOR_KERNELS.replace(num_layers=2)
     block, budget = config.block_size, config.budget.total * config.block_size
     lengths = [budget + 1, 1, block - 1, block, block + 1, budget - 5, budget - 1, budget]
