@@ -9,8 +9,8 @@ from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
 from nosa_jax.infer import bench_throughput, bench_trace
 from nosa_jax.infer.bench_cases import targets
+from nosa_jax.infer.bench_options import ThroughputOptions
 from nosa_jax.infer.bench_report import table
-from nosa_jax.infer.bench_throughput import ThroughputOptions
 from nosa_jax.infer.bench_trace import TraceOptions
 from nosa_jax.offload import OutOfPagesError
 

@@ -8,6 +8,8 @@ from nosa_jax.errors import InputError
 from nosa_jax.infer.frozen import FrozenModel, freeze
 from nosa_jax.infer.random_contents import random_model
 from nosa_jax.json_files import read_json
+from nosa_jax.tokenizer import ByteTokenizer, Tokenizer
+from nosa_jax.tokenizer_files import read_tokenizer
 from nosa_jax.weights import find_model
 from nosa_jax.weights.config_json import CONFIG_FILE, config_from_json
 
@@ -84,3 +86,11 @@ def load(model: str, config: NosaConfig) -> tuple[FrozenModel, str]:
     if model in PRESETS or config_file(model) is not None:
         return random_model(config), RANDOM_WEIGHTS
     return freeze(find_model(model).load()), f"the weights of {model}"
+
+
+def own_tokenizer(model: str) -> Tokenizer | None:
+    """The tokenizer that belongs to a model: bytes for "tiny", else what lies beside its config; None without one."""
+    if model in PRESETS:
+        return ByteTokenizer() if model == "tiny" else None
+    file = config_file(model)
+    return find_model(model).tokenizer if file is None else read_tokenizer(file.parent)

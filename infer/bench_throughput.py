@@ -7,78 +7,30 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer.bench_cases import Case, compiler_options, system_named, target_cases, targets
-from nosa_jax.infer.bench_models import load, model_config
+from nosa_jax.infer.bench_models import load, model_config, own_tokenizer
+from nosa_jax.infer.bench_options import ThroughputOptions
 from nosa_jax.infer.bench_report import describe, plot
+from nosa_jax.infer.bench_text import host_bytes, joined, read_texts
 from nosa_jax.infer.bench_traces import Traces
 from nosa_jax.infer.environment import environment
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.plan import format_bytes, parse_bytes
 from nosa_jax.infer.rates import DeviceRates, measure_rates
-from nosa_jax.infer.throughput import SYSTEMS, Measurement, Program, Timing, beside_weights, compile_steps, measure
+from nosa_jax.infer.throughput import Measurement, Program, Timing, beside_weights, compile_steps, measure
 from nosa_jax.infer.trace import SelectionTrace
 from nosa_jax.offload.layout import CacheLayout
 
 CONTENTS = "caches filled with random contents, not by a prefill"
-
-
-@dataclass(frozen=True)
-class ThroughputOptions:
-    """Time decode steps of several systems, contexts and batches within a device budget."""
-
-    model: str = "nosa_8b"
-    """nosa_8b, nosa_1b or tiny with random weights; a config.json, or a folder with no weights beside it, for random
-    weights of that shape; or the folder of a checkpoint."""
-    layers: int | None = None
-    """Only so many layers of a preset or a config file."""
-    suite: Literal["targets"] | None = None
-    """targets: the rows of the project's targets, the most important first, and what they show. Overrides the sizes."""
-    cases: tuple[str, ...] = ()
-    """Rows to measure, in this order: SYSTEM:CONTEXT:ROWS, like nosa:64K:16 or dense:96K:max,budget=24GiB; further
-    options are locality=weights|published|MISSES, steps=N (of a dispatch) and overlap=on|off. Overrides the sizes."""
-    contexts: tuple[int, ...] = (16_384, 65_536)
-    """Tokens per row."""
-    batches: tuple[int, ...] = (16, 32, 64)
-    """Rows. 0 stands for as many as the budget holds."""
-    systems: tuple[str, ...] = tuple(SYSTEMS)
-    """nosa, infllmv2 (picks by score alone) and dma (by the eviction head alone) have 2C slots, with -c exactly C, with
-    -resident one for every block; dense attends to every block, all of them on the device."""
-    device_budget: str | None = None
-    """For the cache and a step's workspace, beside the weights, like 24GiB."""
-    host_budget: str = "16GiB"
-    """For host pages; rows share pages where they need more, which does not change what is moved."""
-    locality: Literal["published", "weights"] = "published"
-    """Of systems without a trace. published: NOSA replays a synthetic trace with the misses measured for NOSA-8B, and
-    the others select by the weights. weights: all do."""
-    trace: tuple[Path, ...] = ()
-    """Files of nosa-bench trace to replay, one for each system that selects."""
-    steps_per_dispatch: tuple[int, ...] = (8,)
-    """Decode steps of one program; each number is a row of its own."""
-    overlap: tuple[Literal["off", "on"], ...] = ("off",)
-    """Whether attention begins while missing blocks arrive; each is a row of its own."""
-    steps: int = 128
-    """Steps of a round."""
-    rounds: int = 3
-    """Rounds, of which the median counts."""
-    seconds: float = 3600.0
-    """Begin no further row when they are over, or when the next one would likely end after them."""
-    compile_together: int = 4
-    """Programs that are compiled at the same time, before the first of their rows is measured."""
-    xla_options: tuple[str, ...] = ()
-    """Compiler options to try, as NAME=VALUE, like xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL."""
-    rows_limit: int = 4096
-    """Rows tried at most for batch 0."""
-    out: Path | None = None
-    """Folder for throughput.json, which grows row by row, and throughput.png."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +41,11 @@ class Row:
     layout: CacheLayout
     timing: Timing
     trace: SelectionTrace | None
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row before the first step."""
+        return self.layout.max_context - self.timing.total_steps - 1
 
 
 def _timing(options: ThroughputOptions, steps_per_dispatch: int) -> Timing:
@@ -130,8 +87,28 @@ def variants(case: Case, options: ThroughputOptions) -> Iterator[tuple[Case, Tim
             yield dataclasses.replace(case, overlap=overlap), _timing(options, steps)
 
 
+def read_text(options: ThroughputOptions, config: NosaConfig) -> np.ndarray | None:
+    """Token ids of all of --prompt-file; None where caches are filled at random. Raises InputError naming the file."""
+    if not options.prompt_file:
+        if options.tokenizer is not None:
+            raise InputError(f"--tokenizer {options.tokenizer!r} is for the text of --prompt-file; give that too")
+        return None
+    own = own_tokenizer(options.model)
+    return joined(read_texts(options.prompt_file, options.model, own, options.tokenizer), config.vocab_size)
+
+
+def contents(options: ThroughputOptions, rows: list[Row], text: np.ndarray | None) -> str:
+    """In words, what caches are filled with, and whether there was enough of it."""
+    if text is None:
+        return CONTENTS
+    longest = max((row.layout.max_batch * row.length for row in rows), default=0)
+    repeated = f", repeated, since a batch reads up to {longest:,}" if longest > len(text) else ""
+    return f"caches filled by a prefill of {', '.join(options.prompt_file)} ({len(text):,} tokens{repeated})"
+
+
 def rows_to_measure(options: ThroughputOptions, config: NosaConfig) -> Iterator[Row]:
     """What is asked for and fits, each once; says what it leaves out."""
+    pages = parse_bytes(options.host_budget)
     cases = asked_for(options)
     each = [_timing(options, n).total_steps for n in {*options.steps_per_dispatch, 1}]
     each += [_timing(options, case.steps_per_dispatch).total_steps for case in cases if case.steps_per_dispatch]
@@ -144,7 +121,8 @@ def rows_to_measure(options: ThroughputOptions, config: NosaConfig) -> Iterator[
             print(f"{wanted}: needs {format_bytes(needed)}; left out", flush=True)
             continue
         for case, timing in variants(fitting, options):
-            if timing.total_steps >= case.context:
+            # Of a text at least one token is read.
+            if timing.total_steps + bool(options.prompt_file) >= case.context:
                 raise InputError(
                     f"{case}: timing takes {timing.total_steps} steps, more than the context has tokens; lower "
                     "--rounds, --steps or --steps-per-dispatch"
@@ -153,6 +131,10 @@ def rows_to_measure(options: ThroughputOptions, config: NosaConfig) -> Iterator[
             key = (layout, case.system, case.budget, case.locality, timing)
             if key not in seen:
                 seen.add(key)
+                if options.prompt_file and pages is not None and host_bytes(layout) > pages:
+                    size = format_bytes(host_bytes(layout))
+                    print(f"{case}: its text needs {size} of host pages, see --host-budget; left out", flush=True)
+                    continue
                 yield Row(case, layout, timing, traces.get(case, timing))
 
 
@@ -161,26 +143,28 @@ def run(options: ThroughputOptions) -> tuple[list[Measurement], dict[str, Any]]:
     started = time.perf_counter()
     config = model_config(options.model, options.layers)
     compiler_options(options.xla_options)
+    text = read_text(options, config)
     rows = list(rows_to_measure(options, config))  # everything that can be refused is, before anything is made
+    filled = contents(options, rows, text)
     model, weights = load(options.model, config)
     jax.block_until_ready(model.parameters)
     loaded = time.perf_counter() - started
     rates = measure_rates()
     print(
-        f"{options.model}, {weights}, {format_bytes(model.nbytes)} in {loaded:.1f} s; {CONTENTS}; memory "
+        f"{options.model}, {weights}, {format_bytes(model.nbytes)} in {loaded:.1f} s; {filled}; memory "
         f"{rates.memory / 1e9:,.0f} GB/s, link {rates.link / 1e9:,.1f} GB/s",
         flush=True,
     )
     made_with: dict[str, Any] = {
         **environment(),
         "weights": weights,
-        "contents": CONTENTS,
+        "contents": filled,
         "memory_bytes_per_second": rates.memory,
         "link_bytes_per_second": rates.link,
         "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
         "load_seconds": loaded,
     }
-    with contextlib.closing(Session(options, model, rates, made_with, started)) as session:
+    with contextlib.closing(Session(options, model, rates, made_with, started, text)) as session:
         for at in range(0, len(rows), options.compile_together):
             session.measure_group(rows[at : at + options.compile_together])
         made_with["seconds"] = time.perf_counter() - started
@@ -199,6 +183,7 @@ class Session:
     rates: DeviceRates
     made_with: dict[str, Any]
     started: float  # by time.perf_counter
+    text: np.ndarray | None = None  # to fill caches with; None for random contents
     results: list[Measurement] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     longest: float = 0.0  # seconds of a row, at most so far
@@ -248,7 +233,7 @@ class Session:
         try:
             result = measure(
                 self.model, row.case.system, program, rates=self.rates, timing=row.timing, trace=row.trace,
-                picks=picks, pool=self._pool_for(row.layout), device_budget=row.case.budget,
+                picks=picks, pool=self._pool_for(row.layout), device_budget=row.case.budget, text=self.text,
             )  # fmt: skip
         except jax.errors.JaxRuntimeError as error:
             memory = "RESOURCE_EXHAUSTED" in str(error)

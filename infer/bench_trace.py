@@ -13,13 +13,11 @@ from rich.table import Table
 
 from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig, SelectionBudget
 from nosa_jax.errors import InputError
-from nosa_jax.infer.cli_prompts import PromptReader
+from nosa_jax.infer.bench_text import read_texts
 from nosa_jax.infer.frozen import freeze
 from nosa_jax.infer.progress import token_bar
 from nosa_jax.infer.record import Recording, record_trace
-from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.infer.trace import PUBLISHED_MISSES, SelectionTrace
-from nosa_jax.tokenizer import load_tokenizer
 from nosa_jax.weights import find_model
 
 SLOT_FACTORS = (1.0, 1.25, 1.5, 2.0)  # of C: 64, 80, 96 and 128 slots in the published measurement
@@ -77,13 +75,7 @@ def record(options: TraceOptions) -> tuple[Recording, NosaConfig]:
     if not options.out.absolute().parent.is_dir():
         raise InputError(f"--out {str(options.out)!r} lies in a folder that does not exist; make it first")
     source = find_model(options.model)
-    tokenizer = source.tokenizer if options.tokenizer is None else load_tokenizer(options.tokenizer)
-    if tokenizer is None:
-        raise InputError(f"{options.model!r} holds no tokenizer; name one with --tokenizer")
-    reader = PromptReader(tokenizer, SamplingParams())
-    texts = {prompt.name: prompt.ids for prompt in reader.files(options.prompt_file)}
-    if not texts:
-        raise InputError("there is no text to continue; give --prompt-file FILE")
+    texts = read_texts(options.prompt_file, options.model, source.tokenizer, options.tokenizer)
     prompts = pieces(texts, options.context, options.rows)
     limit = source.config.max_context - options.tokens
     if max(len(prompt) for prompt in prompts) > limit:

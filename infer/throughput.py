@@ -1,4 +1,4 @@
-"""How many tokens a second a system decodes, over a cache that is filled at once instead of by a prefill."""
+"""How many tokens a second a system decodes, over a cache that is filled at once or by reading text."""
 
 import statistics
 import time
@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.ffi import HostPool
+from nosa_jax.infer.bench_text import read_state, stretches
 from nosa_jax.infer.compiling import step_options
 from nosa_jax.infer.decode import step
 from nosa_jax.infer.frozen import FrozenModel
@@ -218,6 +220,7 @@ def measure(
     picks: jax.Array | None = None,
     pool: HostPool | None = None,
     device_budget: str | None = None,
+    text: Int[np.ndarray, " n"] | None = None,
 ) -> Measurement:
     """Time decode steps of a full batch just below the context of the program's layout.
 
@@ -226,16 +229,22 @@ def measure(
       trace, picks: what is replayed, and the same on the device; None for what the weights select.
       pool: host pages for an offloaded system; the caller's, since pinning many takes seconds.
       device_budget: that the batch was chosen for, to be noted.
+      text: token ids to fill the cache with, a stretch for each row, by the engine's prefill; None for random contents.
 
     Raises:
       ValueError: an offloaded system without a pool.
+      InputError: a text, and a pool that cannot hold one for every row.
     """
     layout, config = program.layout, model.config
     if layout.offload and pool is None:
         raise ValueError(f"{system.name} keeps its blocks in host memory and needs a pool")
     steps = timing.steps_per_dispatch
     start = time.perf_counter()
-    first = filled_state(layout, pool if layout.offload else None, layout.max_context - timing.total_steps - 1)
+    length, pages = layout.max_context - timing.total_steps - 1, pool if layout.offload else None
+    if text is None:
+        first = filled_state(layout, pages, length)
+    else:
+        first = read_state(model, layout, pages, stretches(text, layout.max_batch, length))
     leaves, state = jax.tree.leaves(model), jax.block_until_ready(jax.tree.leaves(first))
     del first  # its arrays are given away by the first dispatch
     fill_seconds = time.perf_counter() - start

@@ -85,6 +85,34 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_the_rest_is_written(mon
 
 
 @pytest.mark.slow
+def test_caches_can_hold_text_instead_of_random_contents(monkeypatch, capsys, tmp_path, rates):
+    """Read by a prefill, offloaded and resident; what is repeated and what does not fit is said."""
+    text = tmp_path / "book.txt"
+    text.write_bytes(bytes(range(256)) * 4)
+    arguments = (
+        "throughput", *TINY[:-1], "1MiB", "--cases", "nosa-c:512:2", "nosa-resident:512:2", "nosa:512:8",
+        "--steps", "4", "--rounds", "1", "--steps-per-dispatch", "4", "--locality", "weights",
+    )  # fmt: skip
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--prompt-file", str(text), "--out", str(tmp_path))
+    assert code == 0
+    # 512 tokens of context without 64 + 4 + 4 steps and the one to come.
+    expected = f"caches filled by a prefill of {text} (1,025 tokens)"
+    assert f"{expected}; memory" in out
+    assert "random contents" not in out
+    assert "nosa, 512 tokens, 8 rows: its text needs 2.00 MiB of host pages, see --host-budget; left out" in out
+    report = json.loads((tmp_path / "throughput.json").read_text())
+    assert report["contents"] == expected
+    assert [row["system"] for row in report["measurements"]] == ["nosa-c", "nosa-resident"]
+    assert all(row["selection"] == "weights" and row["shared_pages"] == 1 for row in report["measurements"])
+
+    short = tmp_path / "short.txt"
+    short.write_bytes(b"not much")
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--prompt-file", str(short), "--seconds", "0")
+    assert code == 0
+    assert f"caches filled by a prefill of {short} (9 tokens, repeated, since a batch reads up to 878)" in out
+
+
+@pytest.mark.slow
 def test_a_row_that_fails_does_not_take_the_others_along(monkeypatch, capsys, tmp_path, rates):
     """Out of device memory, and a program that does not compile."""
     compiled, measured = bench_throughput.compile_steps, bench_throughput.measure
@@ -144,6 +172,13 @@ def test_random_parameters_are_those_of_a_fresh_model():
         (["--locality", "weights", "--xla-options", "fast"], r"--xla-options 'fast' is no NAME=VALUE"),
         (["--rounds", "0"], r"--rounds 0 must be at least 1"),
         (["--contexts", "128", "--locality", "weights"], r"timing takes 472 steps, more than the context has tokens"),
+        (
+            ["--prompt-file", "none.txt"],
+            r"cannot read the prompt file 'none\.txt': No such file.*\. Give a readable file",
+        ),
+        (["--prompt-file", "/dev/null"], r"'/dev/null' is empty; give at least one character"),
+        (["--prompt-file", __file__, "--tokenizer", "none.json"], r"none\.json"),
+        (["--tokenizer", "bytes"], r"--tokenizer 'bytes' is for the text of --prompt-file; give that too"),
         (["--trace", "none.npz"], r"none\.npz cannot be read as a selection trace: .*record one with nosa-bench trace"),
     ],
 )
