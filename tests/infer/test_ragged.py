@@ -1,10 +1,23 @@
 """Ragged batches and stopping: every request of a batch gets what it would get alone (CASES R1 and R2)."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nosa_jax.infer import Engine, SamplingParams
-from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, P, offloaded, random_model, random_tokens, run_steps
+from nosa_jax.infer import Engine, SamplingParams, prefill
+from tests.infer.cases import (
+    ONE_LAYER,
+    ROWS,
+    SMALL,
+    C,
+    P,
+    offloaded,
+    page_of,
+    random_model,
+    random_tokens,
+    run_steps,
+)  # fmt: skip
 
 # The published block and window sizes.
 WIDE = ONE_LAYER.replace(block_size=64, pool_window=32, pool_stride=16)
@@ -38,6 +51,58 @@ def test_r1_every_row_of_a_batch_equals_its_solo_run(wide_engine, lengths):
     for order in ((2, 0, 1), (1, 2, 0)):
         permuted = generate(wide_engine, [prompts[i] for i in order])
         assert_same(permuted, [together[i] for i in order])
+
+
+class RandomPadding:
+    """NumPy as `prefill` uses it, but for the ids around a prompt's: they are random instead of 0."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self.made = 0
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def zeros(self, shape, dtype):
+        self.made += 1
+        return self._rng.integers(1, SMALL.vocab_size, shape).astype(dtype)
+
+
+def read_and_step(prompts, chunk):
+    """All arrays of a state after prompts were read, their full blocks' host pages, and the logits of 12 steps."""
+    with offloaded(MODEL) as engine:
+        state = engine.prefill(prompts, chunk=chunk)
+        arrays = [np.asarray(x) for x in jax.tree.leaves(state.replace(handle=jnp.zeros_like(state.handle)))]
+        places = [
+            (layer, row, head, block)
+            for layer, head in np.ndindex(SMALL.num_layers, SMALL.num_kv_heads)
+            for row, prompt in enumerate(prompts)
+            for block in range(len(prompt) // P)
+        ]
+        pages = [engine._pool.read_page(page_of(engine.layout, state, *place)) for place in places]
+        return [*arrays, *pages, run_steps(MODEL, state, 12).logits]
+
+
+@pytest.mark.parametrize("chunk", [16, pytest.param(2048, marks=pytest.mark.slow)])
+def test_r1_what_prompts_are_padded_with_never_matters(monkeypatch, chunk):
+    """R1: random ids instead of 0 behind each piece of each prompt; bits of the whole state, of the host's pages, of
+    what the steps compute, and what the scheduler makes of it."""
+    prompts = [random_tokens(n, seed=n) for n in (1, P - 1, P, P + 1, 11, 33, 3)]
+    plain = read_and_step(prompts, chunk)
+    with offloaded(MODEL, prefill_chunk=chunk) as engine:
+        tokens = generate(engine, prompts)
+    for seed in (0, 1):
+        padding = RandomPadding(seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill, "np", padding)
+            other = read_and_step(prompts, chunk)
+            made = padding.made
+            with offloaded(MODEL, prefill_chunk=chunk) as engine:
+                assert_same(generate(engine, prompts), tokens)
+        assert made == sum(-(-len(prompt) // chunk) for prompt in prompts)
+        assert padding.made == 2 * made
+        for mine, expected in zip(other, plain, strict=True):
+            assert mine.tobytes() == expected.tobytes()
 
 
 def test_r1_more_prompts_than_rows_are_worth_the_same():
