@@ -40,7 +40,7 @@ def test_a_histogram_takes_any_duration():
     assert histogram.times().longest == 1e9
 
 
-def test_o7_counts_are_those_of_the_cache_and_of_every_step():
+def test_counts_are_those_of_the_cache_and_of_every_step():
     """Totals equal the sums over the recorded steps of all requests, and the bytes those that the pool has read."""
     with offloaded(random_model(), prefill_chunk=CHUNK) as engine:
         before = engine.metrics()
