@@ -1,11 +1,14 @@
 """Who turns the scheduler's rounds: the thread that waits, or one that serves."""
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
 
 from nosa_jax.infer.handle import RequestHandle
 from nosa_jax.infer.scheduler import Scheduler
+
+SECONDS_AT_EXIT = 60  # more than a round takes; a callback that never returns must not keep the process
 
 
 class Driver:
@@ -74,7 +77,7 @@ class Driver:
             self._turn.release()
 
     def start(self) -> None:
-        """Start a thread that serves.
+        """Start a thread that serves, until `stop` or the interpreter's exit, which cancels requests.
 
         Raises:
           RuntimeError: there is one.
@@ -84,10 +87,16 @@ class Driver:
                 raise RuntimeError("this engine is being served already")
             self._stop = None
             self._server = threading.Thread(target=self._serve, name="nosa-engine", daemon=True)
+        # A thread that still ran when the interpreter ends would be killed in the midst of native code, and keep the
+        # engine's pool. Callbacks run in reverse order, so the pool, which is older, is closed after it.
+        atexit.register(self.stop, drain=False, timeout=SECONDS_AT_EXIT)
         self._server.start()
 
-    def stop(self, *, drain: bool) -> None:
-        """End serving: with `drain` when everything submitted is done, else at once, requests cancelled."""
+    def stop(self, *, drain: bool, timeout: int | float | None = None) -> None:
+        """End serving: with `drain` when everything submitted is done, else at once, requests cancelled.
+
+        Waits until it has ended, `timeout` seconds at most.
+        """
         server = self._server
         if server is None:
             return
@@ -95,7 +104,7 @@ class Driver:
             self._stop = "drain" if drain and self._stop is None else "abandon"
             self._work.notify_all()
         if threading.current_thread() is not server:
-            server.join()
+            server.join(timeout)
 
     def abandon(self, error: BaseException | None = None) -> None:
         """End every request, as cancelled or with an error; waits for a round that runs."""
@@ -125,5 +134,6 @@ class Driver:
             raise
         finally:
             self._server = None
+            atexit.unregister(self.stop)
             if self._stop != "drain" or error is not None:
                 self.abandon(error)
