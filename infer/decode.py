@@ -35,18 +35,27 @@ def decode_step(
     Args:
       model: `freeze(model)`, or a model, which is then split and cast in every call.
       state: from `Engine.prefill` or the previous step.
-      tokens: the next token of each row; entries of rows that are not active are ignored. Ids are not checked: those
-        outside the vocabulary are read as one of its ids.
+      tokens: the next token of each row, integers; entries of rows that are not active are ignored. Ids are not
+        checked: those outside the vocabulary are read as one of its ids.
 
     Returns: float32 logits, and the new state. A row that is not active, or whose length has reached its capacity,
       keeps its cache and its previous logits.
 
     Raises:
-      ValueError: `tokens` does not hold one token per row.
+      ValueError: `tokens` does not hold one token per row, or no integers; or the state was given to an earlier step,
+        which has used up its memory.
       jax.errors.JaxRuntimeError: (on the CPU, when the result is read) the engine that owns the host pages was closed,
         or has given the pages to others. A step on a GPU records it, and `Engine.check` raises.
     """
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens = jnp.asarray(tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens are {tokens.dtype}; they must be integer ids, like logits.argmax(axis=-1)")
+    tokens = tokens.astype(jnp.int32)
+    if not isinstance(state.lengths, jax.core.Tracer) and state.lengths.is_deleted():
+        raise ValueError(
+            "this state was given to an earlier decode_step, whose result uses its memory; go on with the state that "
+            "was returned: logits, state = decode_step(model, state, tokens)"
+        )
     if tokens.shape != state.lengths.shape:
         raise ValueError(f"tokens has shape {tokens.shape}; each of the {state.lengths.shape[0]} rows needs one")
     return _jitted_step(tokens.shape[0])(freeze(model), state, tokens)

@@ -40,11 +40,10 @@ def require_steps_per_dispatch(steps: int, max_context: int) -> None:
     Raises:
       InputError: not a whole number from 1 to `max_context`.
     """
-    # A context of 0 is refused for itself.
-    if not isinstance(steps, int) or not 1 <= steps <= max(1, max_context):
+    if not isinstance(steps, int) or not 1 <= steps <= max_context:
         raise InputError(
-            f"steps_per_dispatch={steps!r} must be a whole number from 1 to max_context={max_context}, more steps than "
-            "any request takes; 1 hands out every token by itself, 4 to 16 save most of the host's time"
+            f"steps_per_dispatch={steps!r} must be a whole number from 1 to max_context={max_context}: no request "
+            "takes more steps; 1 hands out every token by itself, 4 to 16 save most of the host's time"
         )
 
 
@@ -93,7 +92,6 @@ class Engine:
         max_queue: int | None = None,
         max_overtaken: int = 8,
     ) -> None:
-        require_steps_per_dispatch(steps_per_dispatch, max_context)
         for name, value, least in (("max_queue", max_queue, 1), ("max_overtaken", max_overtaken, 0)):
             if value is not None and value < least:
                 raise InputError(f"{name}={value} must be at least {least}")
@@ -112,6 +110,7 @@ class Engine:
             host_budget=host_budget,
             prefill_chunk=prefill_chunk,
         )
+        require_steps_per_dispatch(steps_per_dispatch, max_context)
         self.layout = self.plan.layout
         self.max_queue = max_queue
         self.closed = False

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nosa_jax.config import NosaConfig
+from nosa_jax.errors import InputError
 from nosa_jax.model import Attention, NosaLM, product
 
 # Read in float32 whatever the compute dtype: the eviction head and the norms.
@@ -70,6 +71,11 @@ def freeze(model: NosaLM | FrozenModel) -> FrozenModel:
     """
     if isinstance(model, FrozenModel):
         return model
+    if not isinstance(model, NosaLM):
+        raise InputError(
+            f"a {type(model).__name__} is no model; nosa_jax.checkpoint.load_model and NosaLM.from_pretrained read one "
+            "from a folder"
+        )
     served = nnx.merge(*nnx.split(model))  # modules of its own, around the same arrays
     for layer in served.layers:
         layer.attention = MergedAttention(layer.attention)

@@ -3,6 +3,8 @@
 import bisect
 import re
 from dataclasses import dataclass
+from numbers import Integral
+from typing import get_args
 
 from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.errors import InputError
@@ -185,8 +187,8 @@ def make_plan(
       attention, max_context, offload: as for `CacheLayout`.
       overlap: as for `CacheLayout`; None chooses: on a GPU, for many rows.
       max_batch: rows; None takes as many as both budgets hold at their full length, and at least one.
-      slots: per row and KV head; None takes twice the selected blocks if the device budget allows, else as many as
-        it does allow.
+      slots: per row and KV head, of which no more are made than a row has blocks; None takes twice the selected blocks
+        if the device budget allows, else as many as it does allow.
       device_budget, host_budget: bytes or text like "20GiB"; None sets no limit (the host pool is then checked
         against free memory when it is made).
       prefill_chunk: tokens of a prompt that are read at once, at most.
@@ -196,8 +198,16 @@ def make_plan(
       DoesNotFitError: the budgets are too small; names the bytes needed and available.
     """
     device_limit, host_limit = parse_bytes(device_budget), parse_bytes(host_budget)
+    if attention not in get_args(AttentionKind):
+        raise InputError(f"attention={attention!r} is none of {', '.join(get_args(AttentionKind))}")
+    sizes = {"max_batch": max_batch, "max_context": max_context, "slots": slots, "prefill_chunk": prefill_chunk}
+    for name, value in sizes.items():
+        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+            raise InputError(f"{name}={value!r} must be a whole number")
     if prefill_chunk < 1:
         raise InputError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
+    if slots is not None and not offload:
+        raise InputError(f"slots={slots} are for offload=True; with offload=False every block has a slot of its own")
     if max_batch is None and device_limit is None:
         raise InputError("max_batch=None takes as many rows as fit; give the device_budget that they are to fit into")
 
@@ -229,7 +239,7 @@ def make_plan(
 
     layout = items_for(max_batch or 1, config.budget_for(attention).total if slots is None else slots)[0]
     group_bytes = layout.pages_per_block * layout.page_bytes
-    n_slots = layout.n_selected if slots is None else slots
+    n_slots = layout.n_selected if slots is None else min(slots, max(layout.n_selected, layout.n_blocks))
     if slots is None and offload:
         n_slots = max(layout.n_selected, min(2 * layout.n_selected, layout.n_blocks))
         while n_slots > layout.n_selected and not fits(max_batch or 1, n_slots):
@@ -246,7 +256,8 @@ def make_plan(
         raise DoesNotFitError(
             f"the plan needs {total:,} bytes of device memory ({format_bytes(total)}) and the budget is "
             f"{device_limit:,} ({format_bytes(device_limit)}) for max_batch={max_batch}, max_context={max_context}, "
-            f"{layout.n_slots} slots per row and KV head; lower max_batch or max_context"
+            f"{layout.n_slots} slots per row and KV head; the weights are {format_bytes(weight_bytes)} of it. Raise "
+            "device_budget, or lower max_batch, max_context or prefill_chunk"
             + ("" if offload else ", or keep the KV cache on the host with offload=True")
         )
 
@@ -257,7 +268,8 @@ def make_plan(
             groups = min(groups, host_limit // group_bytes)
             if groups < 1:
                 raise DoesNotFitError(
-                    f"host_budget={host_limit:,} bytes cannot hold one block of one row ({group_bytes:,} bytes)"
+                    f"host_budget={host_limit:,} bytes cannot hold one block of one row ({group_bytes:,} bytes); a "
+                    f"row of max_context={max_context} tokens has {layout.n_blocks} of them: raise host_budget"
                 )
         items.append(
             MemoryItem(

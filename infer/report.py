@@ -59,7 +59,7 @@ def _by_layer(steps: Sequence[StepCounts], layout: CacheLayout) -> Table:
     """Counts over all prompts, decode steps and KV heads."""
     budget = layout.config.budget_for(layout.attention)
     title = f"{layout.n_slots} slots per row and KV head"
-    if layout.attention != "dense":
+    if layout.offload:
         title += (
             f"; guaranteed: locality {budget.locality_bound:.4g}, "
             f"{budget.max_fetched} of {budget.total} blocks fetched per step and KV head"

@@ -98,7 +98,9 @@ def make_requests(
     Raises:
       InputError: unequal numbers, an eos id outside the vocabulary, or a request longer than a row; names the sizes.
     """
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+    for wrong in (p for p in each if not isinstance(p, SamplingParams)):
+        raise InputError(f"{wrong!r} are no sampling parameters; give SamplingParams(max_new_tokens=...)")
     if len(each) != len(prompts):
         raise InputError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
     requests = [Request(i, tokens, p) for i, (tokens, p) in enumerate(zip(prompts, each, strict=True))]

@@ -27,8 +27,8 @@ def sparse_attention(
     """Causal attention of every query over its own selected KV blocks (arXiv 2510.13602, attention; docs/02).
 
     Token t of a selected block takes part when t <= position; its weight is exp(q·k_t/sqrt(H) + cis_t).
-    Differentiable in q, k, v and cis. A query that sees no token gives zeros. Documents that lie one behind the other in
-    a row see each other, also where `positions` begin anew: give each a row of its own, with `lengths`.
+    Differentiable in q, k, v and cis. A query that sees no token gives zeros. Documents that lie one behind the other
+    in a row see each other, also where `positions` begin anew: give each a row of its own, with `lengths`.
 
     Args:
       q, k: rotated queries and keys. v: values. N is a multiple of K.

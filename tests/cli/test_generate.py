@@ -104,7 +104,10 @@ def test_model_without_a_tokenizer(capsys, nameless_model):
         (["--prompt", "x", "--top-p", "0"], ["top_p=0.0", "at most 1"]),
         (["--prompt", "x", "--slots", "5"], ["slots=5", "at least 6"]),
         (["--prompt", "x", "--device-budget", "lots"], ["'lots'", "20GiB"]),
-        (["--prompt", "x", "--device-budget", "1KiB"], ["needs", "budget is 1,024", "lower max_batch or max_context"]),
+        (
+            ["--prompt", "x", "--device-budget", "1KiB"],
+            ["needs", "budget is 1,024", "Raise device_budget, or lower max_batch"],
+        ),
         (["--prompt", "x", "--host-budget", "1KiB"], ["host", "1,024", "needs"]),
         (["--prompt", "x" * 40, "--host-budget", "4KiB"], ["prompt 0 needs 43 blocks", "22,016 bytes", "4,096 bytes"]),
         (["--prompt", "x", "--max-batch", "0"], ["max_batch=0", "at least 1"]),

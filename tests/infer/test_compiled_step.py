@@ -66,7 +66,9 @@ def test_j2_the_cache_stays_where_it_is_and_the_old_state_is_gone():
             _, state = decode_step(model, state, np.full(ROWS, t, np.int32))
             assert [layer.slots.unsafe_buffer_pointer() for layer in state.layers] == places
             assert [layer.pooled_k.unsafe_buffer_pointer() for layer in state.layers] == pooled
-        with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+        with pytest.raises(
+            ValueError, match=r"this state was given to an earlier decode_step.*go on with the state that"
+        ):
             decode_step(model, old, np.zeros(ROWS, np.int32))
         # The refused call has not touched the new one.
         assert np.isfinite(decode_step(model, state, np.zeros(ROWS, np.int32))[0]).all()

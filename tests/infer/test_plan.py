@@ -1,5 +1,8 @@
 """Memory plans: every byte before anything is allocated, refusals with numbers, and a bound that holds."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.errors import InputError
-from nosa_jax.infer import DoesNotFitError, Engine, make_plan, step
+from nosa_jax.infer import DoesNotFitError, Engine, SamplingParams, make_plan, step
 from nosa_jax.infer.plan import decode_bytes, format_bytes, parse_bytes, prefill_bytes
 from nosa_jax.infer.prefill import prefill_row
 from nosa_jax.offload import CacheLayout, init_state
@@ -115,8 +118,14 @@ def test_refusals_name_what_is_needed_and_leave_the_process_usable():
     group = 2 * 2 * 2 * P * SMALL.head_dim * 4
     with pytest.raises(DoesNotFitError, match=rf"host_budget={group - 1:,} bytes .*\({group:,} bytes\)"):
         Engine(model, max_batch=2, max_context=400, host_budget=group - 1)
+    with pytest.raises(
+        DoesNotFitError, match=r"the weights are [\d.]+ \w+ of it\. Raise device_budget, or lower max_batch"
+    ):
+        Engine(model, max_batch=1, max_context=400, device_budget="4KiB")
     with pytest.raises(InputError, match=f"slots={C - 1} cannot hold"):
         Engine(model, max_batch=2, max_context=400, slots=C - 1)
+    with pytest.raises(InputError, match="slots=9 are for offload=True"):
+        Engine(model, max_batch=2, max_context=400, slots=9, offload=False)
     with pytest.raises(InputError, match="max_context=0 must lie in"):
         Engine(model, max_batch=2, max_context=0)
     with pytest.raises(InputError, match="max_batch=0 must be"):
@@ -211,6 +220,64 @@ def test_a_step_stays_within_its_planned_workspace(change, attention, batch, con
     beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     print(f"{beside:,} of {decode_bytes(layout):,} bytes")
     assert beside <= decode_bytes(layout)
+
+
+MISTAKES = """
+import numpy as np
+from nosa_jax import NosaConfig, NosaLM
+from nosa_jax.infer import Engine, decode_step
+
+model = NosaLM.from_config(NosaConfig.tiny(num_layers=1))
+sizes = dict(max_batch=1, max_context=64)
+with Engine(model, **sizes) as engine:
+    state = engine.prefill([[1, 2]])
+    for make in (
+        lambda: Engine(model, **sizes, attention="foo"),
+        lambda: Engine(model, **sizes, slots=16.5),
+        lambda: Engine(model, **sizes | {"max_context": "64K"}),
+        lambda: Engine(model, **sizes | {"max_batch": True}),
+        lambda: Engine(model, **sizes, prefill_chunk=1.0),
+        lambda: Engine("a/folder", **sizes),
+        lambda: engine.submit([1], {"max_new_tokens": 3}),
+        lambda: decode_step(engine.model, state, state.logits.max(axis=-1)),
+        lambda: (decode_step(engine.model, state, np.array([1])), decode_step(engine.model, state, np.array([1]))),
+    ):
+        try:
+            make()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.slow
+def test_mistakes_of_type_are_named_without_a_type_checker():
+    """As a user's own Python finds them: the tests' type checker would refuse them first."""
+    command = [sys.executable, "-c", MISTAKES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    for said, expected in zip(
+        done.stdout.splitlines(),
+        (
+            "InputError: attention='foo' is none of dense, infllmv2, dma, nosa",
+            "InputError: slots=16.5 must be a whole number",
+            "InputError: max_context='64K' must be a whole number",
+            "InputError: max_batch=True must be a whole number",
+            "InputError: prefill_chunk=1.0 must be a whole number",
+            "InputError: a str is no model; nosa_jax.checkpoint.load_model",
+            "InputError: {'max_new_tokens': 3} are no sampling parameters; give SamplingParams(max_new_tokens=...)",
+            "ValueError: tokens are float32; they must be integer ids, like logits.argmax(axis=-1)",
+            "ValueError: this state was given to an earlier decode_step",
+        ),
+        strict=True,
+    ):
+        assert said.startswith(expected)
+
+
+def test_no_more_slots_than_a_row_has_blocks():
+    """A billion slots would be a thousand gigabytes, of which nothing but a block each is ever used."""
+    with Engine(random_model(), max_batch=1, max_context=400, slots=10**9) as engine:
+        assert engine.layout.n_slots == engine.layout.n_blocks
+        (result,) = engine.generate([random_tokens(5)], SamplingParams(max_new_tokens=2))
+    assert len(result.tokens) == 2
 
 
 def test_prompts_that_cannot_be_read():
