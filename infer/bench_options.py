@@ -38,9 +38,10 @@ class ThroughputOptions:
     by what was read with --locality weights."""
     tokenizer: str | None = None
     """For --prompt-file: "bytes", or the path of a tokenizer.json. Default: the model's own."""
-    locality: Literal["published", "weights"] = "published"
+    locality: Literal["published", "weights"] | None = None
     """Of systems without a trace. published: NOSA replays a synthetic trace with the misses measured for NOSA-8B, and
-    the others select by the weights. weights: all do."""
+    the others select by the weights. weights: all do. Default: published for models that select 64 blocks, for which
+    alone there is such a measurement, else weights."""
     trace: tuple[Path, ...] = ()
     """Files of nosa-bench trace to replay, one for each system that selects."""
     steps_per_dispatch: tuple[int, ...] = (8,)

@@ -15,7 +15,8 @@ class Traces:
 
     Args:
       files: recorded ones, at most one for each system that selects.
-      locality: of systems without one: "published" or "weights".
+      locality: of systems without one: "published", "weights", or None for "published" where the model selects as many
+        blocks as what was published, else "weights".
       config: of the model that is to replay them.
       shortest: least context of all rows. Synthetic traces are made for it, since all others have its blocks too.
       steps: that a row replays at most.
@@ -24,7 +25,10 @@ class Traces:
       InputError: a file that holds no trace, or two of one system.
     """
 
-    def __init__(self, files: Sequence[Path], locality: str, config: NosaConfig, shortest: int, steps: int) -> None:
+    def __init__(
+        self, files: Sequence[Path], locality: str | None, config: NosaConfig, shortest: int, steps: int
+    ) -> None:
+        locality = locality or ("published" if config.budget.total == min(PUBLISHED_MISSES) else "weights")
         self._locality, self._config, self._shortest, self._steps = locality, config, shortest, steps
         self._synthetic: dict[tuple[str, str], SelectionTrace] = {}
         self._recorded: dict[str, SelectionTrace] = {}

@@ -68,7 +68,7 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_the_rest_is_written(mon
     """One row is measured whatever the limit; shared host pages are said; the file has what was left out."""
     code, out, _ = run(
         monkeypatch, capsys, "throughput", *TINY[:-1], "512KiB", "--cases", "nosa-c:1K:4,locality=2,overlap=on",
-        "nosa:1K:4", "dense:1K:4", "--steps", "4", "--rounds", "2", "--locality", "weights", "--compile-together", "1",
+        "nosa:1K:4", "dense:1K:4", "--steps", "4", "--rounds", "2", "--compile-together", "1",
         "--seconds", "0.1", "--out", str(tmp_path),
     )  # fmt: skip
     assert code == 0
