@@ -187,8 +187,8 @@ def make_plan(
       attention, max_context, offload: as for `CacheLayout`.
       overlap: as for `CacheLayout`; None chooses: on a GPU, for many rows.
       max_batch: rows; None takes as many as both budgets hold at their full length, and at least one.
-      slots: per row and KV head, of which no more are made than a row has blocks; None takes twice the selected blocks
-        if the device budget allows, else as many as it does allow.
+      slots: per row and KV head when offloading, of which no more are made than a row has blocks; None takes twice the
+        selected blocks if the device budget allows, else as many as it does allow.
       device_budget, host_budget: bytes or text like "20GiB"; None sets no limit (the host pool is then checked
         against free memory when it is made).
       prefill_chunk: tokens of a prompt that are read at once, at most.
@@ -206,8 +206,6 @@ def make_plan(
             raise InputError(f"{name}={value!r} must be a whole number")
     if prefill_chunk < 1:
         raise InputError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
-    if slots is not None and not offload:
-        raise InputError(f"slots={slots} are for offload=True; with offload=False every block has a slot of its own")
     if max_batch is None and device_limit is None:
         raise InputError("max_batch=None takes as many rows as fit; give the device_budget that they are to fit into")
 

@@ -124,8 +124,6 @@ def test_refusals_name_what_is_needed_and_leave_the_process_usable():
         Engine(model, max_batch=1, max_context=400, device_budget="4KiB")
     with pytest.raises(InputError, match=f"slots={C - 1} cannot hold"):
         Engine(model, max_batch=2, max_context=400, slots=C - 1)
-    with pytest.raises(InputError, match="slots=9 are for offload=True"):
-        Engine(model, max_batch=2, max_context=400, slots=9, offload=False)
     with pytest.raises(InputError, match="max_context=0 must lie in"):
         Engine(model, max_batch=2, max_context=0)
     with pytest.raises(InputError, match="max_batch=0 must be"):
