@@ -6,8 +6,7 @@ begun in the order of their numbers, so whoever is waited for has begun.
 
 One thread of each of a copier's first warps keeps the copy engine busy: pieces go from the host to shared memory and
 from there to their slots, some on their way while others are stored. Pages come in the order in which they are needed.
-Written in Mosaic GPU's own terms, which JAX's
-interpreter does not run.
+Written in Mosaic GPU's own terms, which JAX's interpreter does not run.
 """
 
 import math

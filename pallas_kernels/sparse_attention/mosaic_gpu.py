@@ -4,17 +4,8 @@ Forward, one program per KV head and tile of neighbouring queries: consumers of 
 share a stream of the keys and values of the union of the blocks that the tile's queries selected. Backward: the same
 walk again for dq, and for dk, dv and dcis a walk over the tiles that selected a block.
 
-Measured on an H200: bfloat16, 32 query heads on 2 KV heads of 128, blocks of 64, 64 selected, of which 3.6 change from
-query to query (union of 8 queries 84 blocks, of 12 queries 96). Everything counted: lists, layouts, both passes.
-
-| tokens | forward | forward + backward | dense causal, cuDNN | speed-up |
-|---|---|---|---|---|
-| 32K | 5.8 ms | 22.7 ms | 13.5, 54.5 ms | 2.3, 2.4 |
-| 64K | 11.5 ms | 48.2 ms | 57.9, 219 ms | 5.1, 4.6 |
-| 128K | 23.2 ms | 101 ms | 241, 901 ms | 10.4, 8.9 |
-
-At 128K the matrix products of the forward pass alone, at 790 TFLOP/s and over whole unions, take 16.7 ms; the union
-lists take 1.4 ms, layouts and lists of a backward pass 3.7 ms, dq 27 ms, dk with dv and dcis 40 ms.
+docs/10 has what was measured. At 128K tokens of the 8B shape the union lists take 1.4 ms, layouts and lists of a
+backward pass 3.7 ms, dq 27 ms, dk with dv and dcis 40 ms (H200, in a run while they were written).
 """
 
 from functools import partial
