@@ -12,6 +12,11 @@ import pytest
 # each warpgroup, and they wait for each other: with a pool of two, as on a machine with two cores, some never start.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
+# On a GPU, XLA measures matrix products to choose among them. Two programs, say offloaded and resident decode, would
+# choose and so round differently by chance; here they are compared bit for bit.
+AUTOTUNING_OFF = "--xla_gpu_autotune_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {AUTOTUNING_OFF}".strip()
+
 # The same examples on every run, so that a failure on one machine is a failure on all; `--hypothesis-profile=explore`
 # draws new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=12, database=None)
