@@ -14,9 +14,11 @@ def test_on_the_cpu_xla_keeps_its_defaults_and_nothing_overlaps():
 
 
 @pytest.mark.parametrize(("rows", "many"), [(MANY_ROWS - 1, False), (MANY_ROWS, True)])
-def test_on_a_gpu_many_rows_leave_products_to_cublas(monkeypatch, rows, many):
+def test_on_a_gpu_kernels_run_side_by_side_and_many_rows_leave_products_to_cublas(monkeypatch, rows, many):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert step_options(rows) == ({"xla_gpu_enable_triton_gemm": False} if many else None)
+    options = step_options(rows)
+    assert options["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+    assert options.get("xla_gpu_enable_triton_gemm", True) is not many
 
 
 @pytest.mark.parametrize("built", [True, False])
