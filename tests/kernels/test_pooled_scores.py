@@ -103,7 +103,11 @@ def test_prefill_matches_float32(shape, interpret):
 
 
 @by_lane
-@pytest.mark.parametrize("tuning", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "tuning",
+    [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((2, 2), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_other_tunings_of_prefill(tuning, interpret):
     args, sizes = case([np.arange(590, 599)], 160, **SMALL)
     q, keys, positions = args
