@@ -12,8 +12,10 @@ Written in Mosaic GPU's own terms, which JAX's interpreter does not run.
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -50,6 +52,28 @@ def wait_for_page(arrived_ref: Any, pieces: int) -> None:
         utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     wait(arrived_ref)
+
+
+def page_is_there(arrived_ref: Any, pieces: int) -> jax.Array:
+    """Whether the page whose count of pieces this is, int32 [1], can be copied by TMA: one answer for all threads."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def look(_: Any, count: ir.Value) -> mgpu.FragmentedArray:
+        # Threads may read different counts, so they vote; afterwards as in `wait_for_page`.
+        answer = utils.inline_ptx(
+            "{ .reg .b32 count; .reg .pred mine, all; "
+            f"ld.relaxed.gpu.global.b32 count, [$1]; setp.ge.u32 mine, count, {pieces}; "
+            f"barrier.cta.red.and.pred.aligned all, $2, {THREADS}, mine; "
+            "fence.acq_rel.gpu; fence.proxy.async.global; selp.b32 $0, 1, 0, all; }",
+            utils.memref_ptr(count), utils.warpgroup_barrier_idx(),
+            result_types=_i32_type(), has_side_effects=True, convergent=True,
+        )  # fmt: skip
+        return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
+
+    return look(arrived_ref) != 0
 
 
 class Order(NamedTuple):

@@ -26,6 +26,7 @@ from nosa_jax.pallas_kernels.decode_attention.mosaic_arrivals import (
     COPIERS,
     Order,
     copy_pieces,
+    page_is_there,
     pieces_of,
     wait_for_page,
 )
@@ -147,36 +148,52 @@ def attend_splits(
                 return any_of([(token >= i * piece) & (token < end) for i, end in enumerate(ends)])
 
             def scope(k_smem, v_smem, bias_smem, left_smem, barriers):
+                def copy(step, i, slot):
+                    """Begin the copy of a piece's keys and values."""
+                    stage, to = lax.rem(step, jnp.int32(stages)), pl.ds(i * piece, piece)
+                    row = (pair * n_slots + slot) * (2 * block) + part_of(step, i) * piece
+                    keys, values = kv_ref.at[pl.ds(row, piece)], kv_ref.at[pl.ds(row + block, piece)]
+                    plgpu.copy_gmem_to_smem(keys, k_smem.at[stage, to], barriers.at[stage])
+                    plgpu.copy_gmem_to_smem(values, v_smem.at[stage, to], barriers.at[stage])
+
+                def arrivals_of(slot):
+                    return arrived_ref.at[pl.ds(pair * n_slots + slot, 1)], pieces_of(page_bytes)
+
                 def fetch(step, ids, seen):
+                    """Begin the copies of a tile's pieces, but not of those that are not there yet; these are returned.
+
+                    Returns: per piece its slot + 1 if it has to be waited for, else 0.
+                    """
                     stage = lax.rem(step, jnp.int32(stages))
-                    barrier = barriers.at[stage]
+                    barrier, nothing = barriers.at[stage], jnp.int32(0)
 
-                    @pl.when(any_of([s > 0 for s in seen]))
-                    def _():
-                        for i, (slot, _, late) in enumerate(ids):
-                            to = pl.ds(i * piece, piece)
+                    def skip():
+                        plgpu.barrier_arrive(barrier)
+                        plgpu.barrier_arrive(barrier)
+                        return nothing
 
-                            def copy(slot=slot, late=late, to=to, i=i):
-                                if arrived_ref is not None:
-                                    count = arrived_ref.at[pl.ds(pair * n_slots + slot, 1)]
-                                    pl.when(late != 0)(partial(wait_for_page, count, pieces_of(page_bytes)))
-                                row = (pair * n_slots + slot) * (2 * block) + part_of(step, i) * piece
-                                keys, values = kv_ref.at[pl.ds(row, piece)], kv_ref.at[pl.ds(row + block, piece)]
-                                plgpu.copy_gmem_to_smem(keys, k_smem.at[stage, to], barrier)
-                                plgpu.copy_gmem_to_smem(values, v_smem.at[stage, to], barrier)
+                    def begin_piece(i, slot, late):
+                        def now():
+                            copy(step, i, slot)
+                            return nothing
 
-                            def skip():
-                                plgpu.barrier_arrive(barrier)
-                                plgpu.barrier_arrive(barrier)
+                        if arrived_ref is None:
+                            return now()
+                        there = lax.cond(late != 0, lambda: page_is_there(*arrivals_of(slot)), lambda: jnp.bool(True))
+                        return lax.cond(there, now, lambda: slot + 1)
 
-                            if pieces == 1:
-                                copy()
-                            else:
-                                pl.when(seen[i] > 0)(copy)
-                                pl.when(seen[i] <= 0)(skip)
+                    def tile():
                         if bias_ref is not None:
                             place = begin * parts // pieces + step if by_list else ids[0][1] * parts + part_of(step, 0)
                             plgpu.copy_gmem_to_smem(bias_ref.at[pair * bias_rows + place], bias_smem.at[stage], barrier)
+                        if pieces == 1:
+                            return (begin_piece(0, *ids[0][::2]),)
+                        return tuple(
+                            lax.cond(seen[i] > 0, partial(begin_piece, i, slot, late), skip)
+                            for i, (slot, _, late) in enumerate(ids)
+                        )
+
+                    return lax.cond(any_of([s > 0 for s in seen]), tile, lambda: (nothing,) * pieces)
 
                 def left(value, i):
                     """An array as the left operand of the i-th product."""
@@ -186,9 +203,16 @@ def attend_splits(
                     plgpu.commit_smem()
                     return left_smem[i]
 
-                def attend(step, seen, carry):
+                def attend(step, seen, awaited, carry):
                     acc, top, total = carry
                     stage = lax.rem(step, jnp.int32(stages))
+                    for i, awaited_slot in enumerate(awaited if copiers else ()):
+
+                        def late_copy(i=i, slot=awaited_slot - 1):
+                            wait_for_page(*arrivals_of(slot))
+                            copy(step, i, slot)
+
+                        pl.when(awaited_slot > 0)(late_copy)
                     plgpu.barrier_wait(barriers.at[stage])
 
                     def scores(acc_ref):
@@ -226,19 +250,22 @@ def attend_splits(
                     return acc, new_top, total
 
                 def step_of(step, carry):
-                    state, seens, ids = carry
-                    ahead = step + (stages - 1)
-                    seens = (*seens, seen_of(ahead, ids))
-                    fetch(ahead, ids, seens[-1])
-                    ids = ids_of(ahead + 1)  # a step early: nobody waits for them
-                    seen = seens[0]
-                    state = lax.cond(any_of([s > 0 for s in seen]), lambda s: attend(step, seen, s), lambda s: s, state)
-                    return state, seens[1:], ids
+                    state, tiles, ids = carry
+                    tiles = (*tiles, begin_tile(step + (stages - 1), ids))
+                    ids = ids_of(step + stages)  # a step early: nobody waits for them
+                    seen, awaited = tiles[0]
+                    state = lax.cond(
+                        any_of([s > 0 for s in seen]), lambda s: attend(step, seen, awaited, s), lambda s: s, state
+                    )
+                    return state, tiles[1:], ids
+
+                def begin_tile(step, ids):
+                    """(what `seen_of`, what `fetch` returns) of a tile."""
+                    seen = seen_of(step, ids)
+                    return seen, fetch(step, ids, seen)
 
                 ahead = [(step, ids_of(step)) for step in map(jnp.int32, range(stages - 1))]
-                seens = tuple(seen_of(step, ids) for step, ids in ahead)
-                for (step, ids), seen in zip(ahead, seens, strict=True):
-                    fetch(step, ids, seen)
+                tiles = tuple(begin_tile(step, ids) for step, ids in ahead)
                 ids = ids_of(jnp.int32(stages - 1))
                 queries = left(plgpu.load(q_ref.at[pl.ds(first_row, ROWS)], layout=WGMMA, optimized=False), 0)
                 start = (
@@ -249,7 +276,7 @@ def attend_splits(
                     plgpu.layout_cast(jnp.full((ROWS,), FLOOR, jnp.float32), WGMMA.reduce(1)),
                     plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1)),
                 )
-                (acc, top, total), _, _ = lax.fori_loop(0, steps, step_of, (start, seens, ids))
+                (acc, top, total), _, _ = lax.fori_loop(0, steps, step_of, (start, tiles, ids))
                 safe = jnp.where(total == 0, 1.0, total)
                 acc = tuple(a / lax.broadcast_in_dim(safe, a.shape, [0]) for a in acc)
                 return acc, jnp.where(total == 0, -jnp.inf, (top + jnp.log2(safe)) / LOG2E)
