@@ -5,8 +5,9 @@ copies keys, values and biases into shared memory a tile of 64 tokens at a time,
 on, and keeps an online softmax over the query heads of the group. Entries that are padding, or that hold no visible
 token, cost neither a copy nor arithmetic. The splits of a row are merged afterwards, always in the same order.
 
-Blocks may still be in host memory when the kernel begins: its first programs then copy them, and a program waits where
-it comes to one (`mosaic_arrivals.py`). What is computed, and in which order, is the same.
+Blocks may still be in host memory when the kernel begins: its first programs then copy them (`mosaic_arrivals.py`). A
+program that comes to such a block goes on copying those behind it, and waits only when its turn to be attended to comes.
+What is computed, and in which order, is the same.
 
 The work is bound by the bytes of the selected blocks: the 64 rows of a wgmma hold the few query heads of one group
 and are mostly empty, which leaves the tensor cores far from busy.
@@ -157,6 +158,7 @@ def attend_splits(
                     plgpu.copy_gmem_to_smem(values, v_smem.at[stage, to], barriers.at[stage])
 
                 def arrivals_of(slot):
+                    assert arrived_ref is not None
                     return arrived_ref.at[pl.ds(pair * n_slots + slot, 1)], pieces_of(page_bytes)
 
                 def fetch(step, ids, seen):
