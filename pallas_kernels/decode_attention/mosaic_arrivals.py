@@ -25,8 +25,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 MAX_PIECE_BYTES = 16384
 COPIERS = 8  # with the 256 programs of 16 rows, all that an H200 can run at once
 WARPS = 2
-STAGES = 3  # pieces of a warp that are on their way
-STORING = 1  # of them, from shared memory to their slots
+STAGES = 3  # pieces of a warp that are on their way, one of them from shared memory to its slot
 THREADS = 128  # of a program; as many pages are put in order at a time
 AT_ONCE = 256  # programs that attend at the same time, about
 PATIENCE = 10_000_000  # ticks of a wait after which the hardware looks again
@@ -154,7 +153,7 @@ class _Copier:
             with utils.when(issues):
                 self._copy(carry[0], total, count)
             utils.warpgroup_barrier()  # until here the sorted pages are read
-            return [arith.addi(carry[0], arith.addi(total, _i32(STAGES - STORING)))]
+            return [arith.addi(carry[0], arith.addi(total, _i32(STAGES - 1)))]
 
     def _sort(self, begin: ir.Value, count: ir.Value) -> None:
         """Put `count` pages of all lists into shared memory: first those that a program comes to first.
@@ -200,21 +199,16 @@ class _Copier:
         def begin(index: ir.Value) -> tuple[ir.Value, ...]:
             return self._begin(arith.addi(first, index), *self._find(index, total, count))
 
-        loading = [begin(_i32(n)) for n in range(STAGES - STORING)]
-        nothing = (_i32(0), _i32(0), _i32(0))
-
-        @utils.fori(total, [[nothing] * STORING, loading])
-        def loop(index: ir.Value, carry: list) -> list:
-            storing, (arriving, *loading) = carry
+        @utils.fori(total, [begin(_i32(n)) for n in range(STAGES - 1)])
+        def _(index: ir.Value, loading: list) -> list:
+            arriving, *loading = loading
             self._store(arith.addi(first, index), *arriving)
-            _ptx(f"cp.async.bulk.commit_group; cp.async.bulk.wait_group {STORING};")
-            self._count(*storing[0])  # whose stage is free now
-            loading.append(begin(arith.addi(index, _i32(STAGES - STORING))))
-            return [[*storing[1:], arriving], loading]
-
-        _ptx("cp.async.bulk.wait_group 0;")
-        for piece in loop.results[0]:
-            self._count(*piece)
+            _ptx("cp.async.bulk.commit_group;")
+            loading.append(begin(arith.addi(index, _i32(STAGES - 1))))  # where the piece before this one was
+            # Counted as soon as it is there: were it counted with the next one, who waits for it would wait for both.
+            _ptx("cp.async.bulk.wait_group 0;")
+            self._count(*arriving)
+            return loading
 
     def _find(self, index: ir.Value, total: ir.Value, count: ir.Value) -> tuple[ir.Value, ...]:
         """What to copy as this warp's piece of an index: (the piece of its page + 1, or 0 for nothing; page, slot)."""
