@@ -6,8 +6,8 @@ on, and keeps an online softmax over the query heads of the group. Entries that 
 token, cost neither a copy nor arithmetic. The splits of a row are merged afterwards, always in the same order.
 
 Blocks may still be in host memory when the kernel begins: its first programs then copy them (`mosaic_arrivals.py`). A
-program that comes to such a block goes on copying those behind it, and waits only when its turn to be attended to comes.
-What is computed, and in which order, is the same.
+program that comes to such a block goes on copying those behind it, and waits only to attend to it. What is computed,
+and in which order, is the same.
 
 The work is bound by the bytes of the selected blocks: the 64 rows of a wgmma hold the few query heads of one group
 and are mostly empty, which leaves the tensor cores far from busy.
