@@ -199,7 +199,7 @@ def compile_steps(
         state = jax.tree.unflatten(state_structure, state_leaves)
         return jax.tree.leaves(one(jnp.zeros(()), state) if steps == 1 else jax.lax.fori_loop(0, steps, one, state))
 
-    options = (step_options(layout.max_batch) or {}) | (compiler_options or {})
+    options = (step_options(layout.max_batch, replayed=picks is not None) or {}) | (compiler_options or {})
     jitted = jax.jit(many, donate_argnums=1, compiler_options=options or None)
     lowered = jitted.lower(leaves, jax.eval_shape(empty), picks)
     traced = time.perf_counter() - start

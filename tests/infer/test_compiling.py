@@ -16,9 +16,21 @@ def test_on_the_cpu_xla_keeps_its_defaults_and_nothing_overlaps():
 @pytest.mark.parametrize(("rows", "many"), [(MANY_ROWS - 1, False), (MANY_ROWS, True)])
 def test_on_a_gpu_kernels_run_side_by_side_and_many_rows_leave_products_to_cublas(monkeypatch, rows, many):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    scheduling = "xla_gpu_command_buffer_scheduling_mode"
     options = step_options(rows)
-    assert options["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+    assert options[scheduling] == "CONCURRENT"
     assert options.get("xla_gpu_enable_triton_gemm", True) is not many
+    assert step_options(rows, replayed=True) == options | {scheduling: "SERIALIZE"}
+
+
+def test_xla_knows_the_options(monkeypatch):
+    """A later XLA that does not would fail on GPUs alone."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    options = [step_options(rows, replayed=replayed) for rows in (1, MANY_ROWS) for replayed in (False, True)]
+    for each in options:
+        assert jax.jit(lambda x: x + 1, compiler_options=each)(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="NOT_AN_OPTION"):
+        jax.jit(lambda x: x - 1, compiler_options={"xla_gpu_command_buffer_scheduling_mode": "NOT_AN_OPTION"})(1)
 
 
 @pytest.mark.parametrize("built", [True, False])

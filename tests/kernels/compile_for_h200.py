@@ -7,6 +7,7 @@ XLA and the kernels' compiler need a description of the device, not the device. 
 import json
 import re
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nosa_jax import NosaConfig, NosaLM, selection
-from nosa_jax.infer import freeze, plan, prefill, step
+from nosa_jax.infer import compiling, freeze, plan, prefill, step
 from nosa_jax.infer.row_steps import steps_function
 from nosa_jax.infer.sampling import empty_sampling
 from nosa_jax.offload import CacheLayout, init_state
@@ -50,13 +51,21 @@ def compile_for_h200(fn, *args, **jit_options):
     return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
+def options_on_a_gpu(rows: int):
+    """XLA's options for decode steps, as they are where there is a GPU."""
+    with mock.patch.object(jax, "default_backend", return_value="gpu"):
+        return compiling.step_options(rows)
+
+
 def decode_step(batch: int, context: int, *, offload: bool, overlap: bool = False):
     config = NosaConfig.nosa_8b(num_layers=2, param_dtype="bfloat16")
     layout = CacheLayout(config, "nosa", batch, context, offload, 2 * config.budget.total, overlap)
     model = jax.eval_shape(lambda: freeze(NosaLM.from_config(config)))
     state = jax.eval_shape(lambda: init_state(layout))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return compile_for_h200(step, model, state, tokens, donate_argnums=1), plan.decode_bytes(layout)
+    options = options_on_a_gpu(batch)
+    compiled = compile_for_h200(step, model, state, tokens, donate_argnums=1, compiler_options=options)
+    return compiled, plan.decode_bytes(layout)
 
 
 def decode_steps(batch: int, context: int, *, steps: int, greedy: bool, overlap: bool = False):
@@ -71,7 +80,8 @@ def decode_steps(batch: int, context: int, *, steps: int, greedy: bool, overlap:
     def run(*args):
         return steps_function(structure, batch).__wrapped__(*args, steps=steps, greedy=greedy, record=False)
 
-    compiled = compile_for_h200(run, leaves, state, tokens, sampling, donate_argnums=(1, 3))
+    options = options_on_a_gpu(batch)
+    compiled = compile_for_h200(run, leaves, state, tokens, sampling, donate_argnums=(1, 3), compiler_options=options)
     return compiled, plan.decode_bytes(layout)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import pytest
 
 from nosa_jax.ffi import assign_slots
 from nosa_jax.infer import decode
+from nosa_jax.infer.compiling import step_options
 from nosa_jax.offload.state import DecodeState, LayerCache
 
 
@@ -40,8 +41,18 @@ class Disturbed:
         self.traced: Counter[str] = Counter()
         self._delay = delay
         self._patch = pytest.MonkeyPatch()
-        # A function of its own for each instance: what was traced outside, or by others, must not be used.
-        self.step = jax.jit(lambda model, state, tokens: decode.step(model, state, tokens), donate_argnums=1)
+        # A function of its own for each instance and number of rows: what was traced outside, or by others, must not be
+        # used. Compiled as `decode_step` is, since how kernels of a step may overlap is what is tried.
+        self._jitted = cache(
+            lambda rows: jax.jit(
+                lambda model, state, tokens: decode.step(model, state, tokens),
+                donate_argnums=1,
+                compiler_options=step_options(rows),
+            )
+        )
+
+    def step(self, model, state, tokens):
+        return self._jitted(len(tokens))(model, state, tokens)
 
     def __enter__(self) -> "Disturbed":
         for name, n_before in (("bring_in", 0), ("attend_while_fetching", 1)):
