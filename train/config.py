@@ -32,8 +32,9 @@ class Phase:
     def __post_init__(self) -> None:
         if self.steps < 0:
             raise InputError(f"steps={self.steps} must not be negative; 0 leaves the phase out")
-        if self.seq_len < 1 or self.batch < 1:
-            raise InputError(f"seq_len={self.seq_len} and batch={self.batch} must be at least 1")
+        for name in ("seq_len", "batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
         if self.attention not in get_args(AttentionKind):
             raise InputError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionKind))}")
 
@@ -65,8 +66,9 @@ class Optimizer:
                 raise InputError(f"{name}={getattr(self, name)} must be in [0, 1)")
         if not 0 <= self.final_ratio <= 1:
             raise InputError(f"final_ratio={self.final_ratio} must be in [0, 1]")
-        if self.warmup_steps < 0 or not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise InputError(f"warmup_steps={self.warmup_steps} and weight_decay={self.weight_decay} must not be < 0")
+        for name in ("warmup_steps", "weight_decay"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InputError(f"{name}={getattr(self, name)} must be at least 0 and finite")
         if self.accumulate < 1:
             raise InputError(f"accumulate={self.accumulate} must be at least 1")
 

@@ -15,6 +15,12 @@ from nosa_jax.tokenizer import ByteTokenizer
 from nosa_jax.train.__main__ import main
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch) -> None:
+    """Messages in a box are not broken over lines."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+
 @pytest.fixture
 def word_tokenizer(tmp_path) -> Path:
     words = {f"w{i}": i for i in range(500)}
@@ -53,6 +59,23 @@ def test_bad_value_is_named_with_its_limit_and_remedy(capsys, tmp_path, argv, wo
     message = _refused(capsys, tmp_path / "run", *argv)
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--dense.seq-len", "0", "dense: seq_len=0 must be at least 1"),
+        ("--nosa.batch", "-2", "nosa: batch=-2 must be at least 1"),
+        ("--optimizer.warmup-steps", "-1", "optimizer: warmup_steps=-1 must be at least 0"),
+        ("--optimizer.weight-decay", "-0.5", "optimizer: weight_decay=-0.5 must be at least 0"),
+        ("--optimizer.weight-decay", "nan", "optimizer: weight_decay=nan must be at least 0 and finite"),
+        ("--max-bytes", "0", "max_bytes=0 must be at least 1"),
+    ],
+)
+def test_only_the_value_at_fault_is_named(capsys, tmp_path, option, value, words) -> None:
+    message = _refused(capsys, tmp_path / "run", option, value)
+    assert words in message
+    assert message.count("=") == 1
 
 
 def test_tokenizer_larger_than_the_vocabulary(capsys, tmp_path, word_tokenizer) -> None:
