@@ -127,7 +127,8 @@ class SelectionTrace:
         if room < self.picks.shape[2]:
             raise InputError(f"{slots} slots cannot hold {forced} forced blocks and {self.picks.shape[2]} picks")
         n_steps, n_streams, _ = self.picks.shape
-        last_used = np.full((n_streams, self.sink + self.n_candidates), -1)
+        # A table with room for more than there is has its last places empty.
+        last_used = np.full((n_streams, max(self.sink + self.n_candidates, room)), -1)
         rows = np.arange(n_streams)[:, None]
         counted = 0
         for step, picks in enumerate(self.picks):

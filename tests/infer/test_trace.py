@@ -51,6 +51,7 @@ def test_misses_follow_the_least_recently_used_rule():
     assert trace.misses(2, forced=0) == 1.0
     assert trace.misses(3, forced=0) == 0.0
     assert trace.misses(4, forced=1) == 0.0
+    assert trace.misses(9, forced=0) == 0.0, "more slots than blocks"
     with pytest.raises(InputError, match="1 slots cannot hold 0 forced blocks and 2 picks"):
         trace.misses(1, forced=0)
 
