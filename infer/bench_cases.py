@@ -38,7 +38,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """Read `ROW_FORM`; contexts may end in K, rows may be "max".
+        """Read `ROW_FORM`; numbers may end in K (1024) or M (1024 K), rows may be "max".
 
         Raises:
           InputError: the text has another form; names the part.
@@ -124,9 +124,10 @@ def largest_batch(system: System, config: NosaConfig, context: int, budget: int,
 
 
 def _number(value: str, text: str) -> int:
-    digits, factor = (value[:-1], 1024) if value[-1:] in ("K", "k") else (value, 1)
+    factor = {"K": 1024, "M": 1024**2}.get(value[-1:].upper(), 1)
+    digits = value if factor == 1 else value[:-1]
     if not digits.isdecimal() or int(digits) < 1:
-        raise InputError(f"{value!r} in {text!r} is no positive number; write {ROW_FORM}")
+        raise InputError(f"{value!r} in {text!r} is no positive number like 65536, 64K or 1M; write {ROW_FORM}")
     return int(digits) * factor
 
 

@@ -19,6 +19,7 @@ def test_a_row_is_read_with_its_options():
     assert (case.budget, case.steps_per_dispatch, case.locality) == ("24GiB", 4, "weights")
     assert str(case) == "dense, 98304 tokens, as many rows as fit, 24GiB"
     assert Case.parse("nosa:1000:7").context == 1000
+    assert Case.parse("nosa:1M:7").context == 1024 * 1024
 
 
 @pytest.mark.parametrize("attention", [kind for kind in get_args(AttentionKind) if kind != "dense"])
