@@ -12,6 +12,7 @@ from nosa_jax.infer.bench_cases import targets
 from nosa_jax.infer.bench_options import ThroughputOptions
 from nosa_jax.infer.bench_report import table
 from nosa_jax.infer.bench_trace import TraceOptions
+from nosa_jax.infer.cli_output import WriteError
 from nosa_jax.offload import OutOfPagesError
 
 USAGE = """usage: nosa-bench throughput [options]   time decode steps of the compared systems
@@ -20,7 +21,10 @@ Each lists its options with --help."""
 
 
 def main() -> int:
-    """Entry point. Returns 0; 1 if no row could be measured; 2 for bad input; 130 when interrupted."""
+    """Entry point.
+
+    Returns 0; 1 if no row could be measured or a result not be written; 2 for bad input; 130 when interrupted.
+    """
     command, *arguments = sys.argv[1:] or [""]
     if command not in ("throughput", "trace"):
         print(USAGE, file=sys.stderr)
@@ -31,7 +35,14 @@ def main() -> int:
             bench_trace.run(tyro.cli(TraceOptions, args=arguments, prog=prog))
         else:
             return _throughput(tyro.cli(ThroughputOptions, args=arguments, prog=prog))
-    except (InputError, MemoryError, HostMemoryError, OutOfPagesError) as error:
+    except HostMemoryError as error:
+        options = "--rows or --context" if command == "trace" else "--host-budget"
+        print(f"nosa-bench: {error} Lower {options}.", file=sys.stderr)
+        return 2
+    except WriteError as error:
+        print(f"nosa-bench: {error}", file=sys.stderr)
+        return 1
+    except (InputError, MemoryError, OutOfPagesError) as error:
         print(f"nosa-bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

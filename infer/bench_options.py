@@ -19,8 +19,9 @@ class ThroughputOptions:
     suite: Literal["targets"] | None = None
     """targets: the rows of the project's targets, the most important first, and what they show. Overrides the sizes."""
     cases: tuple[str, ...] = ()
-    """Rows to measure, in this order: SYSTEM:CONTEXT:ROWS, like nosa:64K:16 or dense:96K:max,budget=24GiB; further
-    options are locality=weights|published|MISSES, steps=N (of a dispatch) and overlap=on|off. Overrides the sizes."""
+    """Rows to measure, in this order: SYSTEM:CONTEXT:ROWS, like nosa:64K:16 or dense:96K:max,budget=24GiB (K is 1024,
+    M is 1024 K); further options are locality=weights|published|MISSES, steps=N (of a dispatch) and overlap=on|off.
+    Overrides the sizes."""
     contexts: tuple[int, ...] = (16_384, 65_536)
     """Tokens per row."""
     batches: tuple[int, ...] = (16, 32, 64)
@@ -31,8 +32,8 @@ class ThroughputOptions:
     device_budget: str | None = None
     """For the cache and a step's workspace, beside the weights, like 24GiB."""
     host_budget: str = "16GiB"
-    """For host pages; rows share pages where they need more, which does not change what is moved. With --prompt-file
-    they cannot, and what needs more is left out."""
+    """At most so much for host pages; no more than the largest row needs is taken. Rows share pages where they need
+    more, which does not change what is moved. With --prompt-file they cannot, and what needs more is left out."""
     prompt_file: tuple[str, ...] = ()
     """Fill caches by reading the text of these files instead of at random, a stretch of it for each row. Selection is
     by what was read with --locality weights."""

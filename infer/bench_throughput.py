@@ -19,6 +19,7 @@ from nosa_jax.ffi import HostPool
 from nosa_jax.infer.bench_cases import Case, compiler_options, system_named, target_cases, targets
 from nosa_jax.infer.bench_models import load, model_config, own_tokenizer
 from nosa_jax.infer.bench_options import ThroughputOptions
+from nosa_jax.infer.bench_output import require_writable, writing
 from nosa_jax.infer.bench_report import describe, plot
 from nosa_jax.infer.bench_text import host_bytes, joined, read_texts
 from nosa_jax.infer.bench_traces import Traces
@@ -31,6 +32,7 @@ from nosa_jax.infer.trace import SelectionTrace
 from nosa_jax.offload.layout import CacheLayout
 
 CONTENTS = "caches filled with random contents, not by a prefill"
+REPORT = "throughput.json"
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ def asked_for(options: ThroughputOptions) -> list[Case]:
             raise InputError(f"--{name.replace('_', '-')} is empty; give at least one, or leave it out")
     if any(batch < 0 for batch in options.batches):
         raise InputError(f"--batches {min(options.batches)} must be at least 1, or 0 for as many as fit")
-    if any(n < 1 for n in options.steps_per_dispatch):
-        raise InputError(f"--steps-per-dispatch {min(options.steps_per_dispatch)} must be at least 1")
+    for name in ("contexts", "steps_per_dispatch"):
+        if min(getattr(options, name)) < 1:
+            raise InputError(f"--{name.replace('_', '-')} {min(getattr(options, name))} must be at least 1")
     if options.suite:
         return target_cases()
     if options.cases:
@@ -124,8 +127,8 @@ def rows_to_measure(options: ThroughputOptions, config: NosaConfig) -> Iterator[
             # Of a text at least one token is read.
             if timing.total_steps + bool(options.prompt_file) >= case.context:
                 raise InputError(
-                    f"{case}: timing takes {timing.total_steps} steps, more than the context has tokens; lower "
-                    "--rounds, --steps or --steps-per-dispatch"
+                    f"{case}: timing takes {timing.total_steps} steps, more than the context has tokens; take a "
+                    "longer one, or lower --rounds, --steps or --steps-per-dispatch"
                 )
             layout = case.layout(config)
             key = (layout, case.system, case.budget, case.locality, timing)
@@ -138,14 +141,35 @@ def rows_to_measure(options: ThroughputOptions, config: NosaConfig) -> Iterator[
                 yield Row(case, layout, timing, traces.get(case, timing))
 
 
+def host_groups(options: ThroughputOptions, rows: list[Row]) -> int:
+    """Blocks' worth of host pages in the pool of all rows: as the largest needs, at most what --host-budget holds.
+
+    0 where no row keeps its blocks on the host. The pages of a block are the same in every layout of a model.
+    """
+    layouts = [row.layout for row in rows if row.layout.offload]
+    needed = max((layout.max_batch * layout.n_blocks for layout in layouts), default=0)
+    budget = parse_bytes(options.host_budget)
+    if not needed or budget is None:
+        return needed
+    return min(needed, max(1, budget // (layouts[0].pages_per_block * layouts[0].page_bytes)))
+
+
 def run(options: ThroughputOptions) -> tuple[list[Measurement], dict[str, Any]]:
-    """All measurements, and what they were made with; what is done is in `out` after every row."""
+    """All measurements, and what they were made with; what is done is in `out` after every row.
+
+    Raises:
+      InputError: something asked for makes no sense, or `out` cannot be written; nothing was measured then.
+      HostMemoryError: the host pages do not fit into free memory.
+      WriteError: `out` can no longer be written.
+    """
     started = time.perf_counter()
     config = model_config(options.model, options.layers)
     compiler_options(options.xla_options)
     text = read_text(options, config)
     rows = list(rows_to_measure(options, config))  # everything that can be refused is, before anything is made
     filled = contents(options, rows, text)
+    if options.out is not None:
+        require_writable(options.out, options.out / REPORT)
     model, weights = load(options.model, config)
     jax.block_until_ready(model.parameters)
     loaded = time.perf_counter() - started
@@ -164,13 +188,15 @@ def run(options: ThroughputOptions) -> tuple[list[Measurement], dict[str, Any]]:
         "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
         "load_seconds": loaded,
     }
-    with contextlib.closing(Session(options, model, rates, made_with, started, text)) as session:
+    groups = host_groups(options, rows)
+    with contextlib.closing(Session(options, model, rates, made_with, started, groups, text)) as session:
         for at in range(0, len(rows), options.compile_together):
             session.measure_group(rows[at : at + options.compile_together])
         made_with["seconds"] = time.perf_counter() - started
         session.write()
         if options.out is not None and session.results:
-            plot(session.results, options.out / "throughput.png")
+            with writing(options.out):
+                plot(session.results, options.out / "throughput.png")
         return session.results, made_with
 
 
@@ -183,6 +209,7 @@ class Session:
     rates: DeviceRates
     made_with: dict[str, Any]
     started: float  # by time.perf_counter
+    groups: int  # of the pool: blocks whose pages it holds
     text: np.ndarray | None = None  # to fill caches with; None for random contents
     results: list[Measurement] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -218,7 +245,6 @@ class Session:
         self.made_with["left_out"] = self.left_out
         if self.options.out is None:
             return
-        self.options.out.mkdir(parents=True, exist_ok=True)
         rows = [
             dataclasses.asdict(r)
             | {name: getattr(r, name) for name in ("selection", "tokens_per_second", "of_floor", "device_bytes")}
@@ -226,7 +252,8 @@ class Session:
         ]
         reached = [dataclasses.asdict(t) | {"reached": t.reached} for t in targets(self.results)]
         text = json.dumps(self.made_with | {"measurements": rows, "targets": reached}, indent=1)
-        (self.options.out / "throughput.json").write_text(text + "\n")
+        with writing(self.options.out):
+            (self.options.out / REPORT).write_text(text + "\n")
 
     def _measure(self, row: Row, program: Program, picks: jax.Array | None) -> None:
         start = time.perf_counter()
@@ -247,9 +274,7 @@ class Session:
     def _pool_for(self, layout: CacheLayout) -> HostPool | None:
         """One pool serves all rows: a page and the pages of a block are the same in every layout of a model."""
         if layout.offload and self.pool is None:
-            nbytes = layout.pages_per_block * layout.page_bytes
-            groups = max(1, (parse_bytes(self.options.host_budget) or nbytes) // nbytes)
-            self.pool = HostPool(groups * layout.pages_per_block, layout.page_bytes)
+            self.pool = HostPool(self.groups * layout.pages_per_block, layout.page_bytes)
         return self.pool if layout.offload else None
 
     def _seconds_left(self) -> float:

@@ -13,10 +13,11 @@ from rich.table import Table
 
 from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig, SelectionBudget
 from nosa_jax.errors import InputError
+from nosa_jax.infer.bench_output import require_writable, writing
 from nosa_jax.infer.bench_text import read_texts
 from nosa_jax.infer.frozen import freeze
 from nosa_jax.infer.progress import token_bar
-from nosa_jax.infer.record import Recording, record_trace
+from nosa_jax.infer.record import Recording, least_prompt, record_trace, require_recordable
 from nosa_jax.infer.trace import PUBLISHED_MISSES, SelectionTrace
 from nosa_jax.weights import find_model
 
@@ -74,16 +75,26 @@ def record(options: TraceOptions) -> tuple[Recording, NosaConfig]:
         raise InputError(f"--out {str(options.out)!r} must end in .npz, the format of a trace")
     if not options.out.absolute().parent.is_dir():
         raise InputError(f"--out {str(options.out)!r} lies in a folder that does not exist; make it first")
+    if options.tokens < 2:
+        raise InputError(f"--tokens {options.tokens} must be at least 2: fewer steps show no change of picks")
+    require_writable(options.out, options.out)
     source = find_model(options.model)
+    attention = options.attention or source.config.attention
+    positions, least = source.config.max_context, least_prompt(source.config, attention)
+    if options.tokens > positions - least:
+        raise InputError(
+            f"--tokens {options.tokens} must be at most {positions - least}: {least} of the model's {positions} "
+            "positions are the least text to record from"
+        )
     texts = read_texts(options.prompt_file, options.model, source.tokenizer, options.tokenizer)
     prompts = pieces(texts, options.context, options.rows)
-    limit = source.config.max_context - options.tokens
+    limit = positions - options.tokens
     if max(len(prompt) for prompt in prompts) > limit:
         raise InputError(
             f"a piece of {max(len(prompt) for prompt in prompts)} tokens and --tokens {options.tokens} exceed the "
-            f"model's {source.config.max_context} positions; cut with --context {limit} or less"
+            f"model's {positions} positions; cut with --context {limit} or less"
         )
-    attention = options.attention or source.config.attention
+    require_recordable(source.config, prompts, tokens=options.tokens, attention=attention)
     lengths = sorted({len(prompt) for prompt in prompts})
     origin = (
         f"recorded from {Path(options.model).name}, {attention}, {len(prompts)} rows of "
@@ -115,12 +126,13 @@ def miss_table(trace: SelectionTrace, budget: SelectionBudget) -> Table:
 
 
 def run(options: TraceOptions) -> None:
-    """Record, save and print."""
+    """Record, print and save. Raises WriteError where the file can no longer be written; the rates are printed then."""
     recording, config = record(options)
-    recording.trace.save(options.out)
     budget = config.budget_for(recording.trace.attention)
     console = Console(highlight=False)
     console.print(miss_table(recording.trace, budget))
+    with writing(options.out):
+        recording.trace.save(options.out)
     steps, streams, picks = recording.trace.picks.shape
     print(
         f"{options.out}: {steps} steps of {streams} streams of {picks} picks, {recording.trace.origin}. The engine "

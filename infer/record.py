@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nosa_jax.config import AttentionKind
+from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.infer.decode import decode_step
 from nosa_jax.infer.engine import Engine
@@ -27,6 +27,35 @@ class Recording:
     misses: float
     slots: int
     min_locality: float
+
+
+def least_prompt(config: NosaConfig, attention: AttentionKind) -> int:
+    """Fewest tokens of a prompt to record from: with fewer blocks than a step selects, it picks fewer than later ones.
+
+    Raises:
+      InputError: nothing is picked: "dense", or forced blocks alone.
+    """
+    budget = config.budget_for(attention)
+    if attention == "dense":
+        raise InputError("attention 'dense' attends to every block and picks none; record nosa, infllmv2 or dma")
+    if budget.query + budget.evict == 0:
+        raise InputError("the model's budget has forced blocks alone; there are no picks to record")
+    return (budget.total - 1) * config.block_size + 1
+
+
+def require_recordable(
+    config: NosaConfig, prompts: Sequence[np.ndarray], *, tokens: int, attention: AttentionKind
+) -> None:
+    """What `record_trace` refuses, known without a model's weights. Raises InputError."""
+    least = least_prompt(config, attention)
+    if tokens < 2:
+        raise InputError(f"{tokens=} steps show no change of picks; record at least 2")
+    shortest = min(len(prompt) for prompt in prompts)
+    if shortest < least:
+        raise InputError(
+            f"a prompt of {shortest} tokens has fewer blocks of {config.block_size} than the "
+            f"{config.budget_for(attention).total} that a step selects; give at least {least} tokens"
+        )
 
 
 def record_trace(
@@ -57,20 +86,8 @@ def record_trace(
         ones; "dense"; a number of tokens below 2.
     """
     config = model.config
+    require_recordable(config, prompts, tokens=tokens, attention=attention)
     budget = config.budget_for(attention)
-    if attention == "dense":
-        raise InputError("attention 'dense' attends to every block and picks none; record nosa, infllmv2 or dma")
-    if budget.query + budget.evict == 0:
-        raise InputError("the model's budget has forced blocks alone; there are no picks to record")
-    if tokens < 2:
-        raise InputError(f"{tokens=} steps show no change of picks; record at least 2")
-    least = (budget.total - 1) * config.block_size + 1
-    shortest = min(len(prompt) for prompt in prompts)
-    if shortest < least:
-        raise InputError(
-            f"a prompt of {shortest} tokens has fewer blocks of {config.block_size} than the {budget.total} that a "
-            f"step selects; give at least {least} tokens"
-        )
     longest = max(len(prompt) for prompt in prompts)
     with Engine(
         model,

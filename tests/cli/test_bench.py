@@ -3,12 +3,17 @@
 import json
 import re
 import time
+from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 
 from nosa_jax import NosaConfig, NosaLM
+from nosa_jax.ffi import HostMemoryError
 from nosa_jax.infer import bench, bench_throughput, freeze
+from nosa_jax.infer.bench_options import ThroughputOptions
+from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.random_contents import random_model
 from nosa_jax.infer.rates import DeviceRates
 from nosa_jax.infer.throughput import SYSTEMS
@@ -17,8 +22,8 @@ from nosa_jax.weights.config_json import config_to_json
 TINY = ("--model", "tiny", "--layers", "1", "--host-budget", "16MiB")
 
 
-def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["nosa-bench", *arguments])
+def run(monkeypatch, capsys, *arguments: str | Path) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["nosa-bench", *map(str, arguments)])
     code = bench.main()
     shown = capsys.readouterr()
     return code, shown.out, shown.err
@@ -162,7 +167,9 @@ def test_random_parameters_are_those_of_a_fresh_model():
         (["--batches", "0"], r"as many rows as fit need a budget: --device-budget, or budget="),
         (["--locality", "published"], r"published locality is of 64 selected blocks and this model selects 16"),
         (["--cases", "nosa:1K"], r"'nosa:1K' is no row to measure; write SYSTEM:CONTEXT:ROWS.* like nosa:64K:16"),
-        (["--cases", "nosa:1K:0"], r"'0' in 'nosa:1K:0' is no positive number"),
+        (["--cases", "nosa:1K:0"], r"'0' in 'nosa:1K:0' is no positive number like 65536, 64K or 1M; write SYSTEM:"),
+        (["--cases", "nosa:1G:2"], r"'1G' in 'nosa:1G:2' is no positive number like 65536, 64K or 1M; write SYSTEM:"),
+        (["--cases", "nosa:1M:2"], r"max_context=1048576 must lie in 1 \.\. 16384"),
         (["--cases", "nosa:1K:2,colour=red"], r"has the unknown option 'colour'"),
         (["--cases", "nosa:1K:2,locality=often"], r"locality=often .* must be weights, published or a positive number"),
         (["--cases", "dma:1K:2,locality=2"], r"'dma' picks no block by query .* give locality=weights, or a --trace"),
@@ -171,7 +178,14 @@ def test_random_parameters_are_those_of_a_fresh_model():
         (["--steps-per-dispatch", "0"], r"--steps-per-dispatch 0 must be at least 1"),
         (["--locality", "weights", "--xla-options", "fast"], r"--xla-options 'fast' is no NAME=VALUE"),
         (["--rounds", "0"], r"--rounds 0 must be at least 1"),
-        (["--contexts", "128", "--locality", "weights"], r"timing takes 472 steps, more than the context has tokens"),
+        (
+            ["--contexts", "128", "--locality", "weights"],
+            r"timing takes 472 steps, more than the context has tokens; take a longer one, or lower --rounds",
+        ),
+        (["--contexts", "1024", "-5"], r"--contexts -5 must be at least 1"),
+        (["--batches", "4", "-5"], r"--batches -5 must be at least 1, or 0"),
+        (["--locality", "weights", "--out", "/proc/x"], r"cannot write to '/proc/x': No such .* Give --out a place"),
+        (["--locality", "weights", "--out", __file__], r"cannot write to '.*test_bench\.py': File exists\. Give --out"),
         (
             ["--prompt-file", "none.txt"],
             r"cannot read the prompt file 'none\.txt': No such file.*\. Give a readable file",
@@ -190,6 +204,58 @@ def test_what_cannot_be_measured_is_said(monkeypatch, capsys, arguments, message
     assert err.startswith("nosa-bench: ")
     assert re.search(message, err), err
     assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("cases", "budget", "blocks"),
+    [
+        (["nosa:1K:2", "dense:4K:9"], "16GiB", 2 * 64),
+        (["nosa:1K:2", "nosa:2K:3"], "16GiB", 3 * 128),
+        (["nosa:1K:2", "nosa:2K:3"], "1MiB", 256),
+        (["nosa:1K:2"], "1KiB", 1),
+        (["dense:1K:2"], "16GiB", 0),
+    ],
+)
+def test_host_pages_are_what_the_largest_row_needs_within_the_budget(cases, budget, blocks):
+    """A block of this model is one page of 4 KiB."""
+    config = NosaConfig.tiny(num_layers=1, num_kv_heads=1, num_heads=1, head_dim=32)
+    options = ThroughputOptions(cases=tuple(cases), host_budget=budget, locality="weights")
+    rows = list(bench_throughput.rows_to_measure(options, config))
+    assert {row.layout.page_bytes for row in rows} == {4096}
+    assert bench_throughput.host_groups(options, rows) == blocks
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "option"),
+    [
+        ("throughput", [], "Lower --host-budget."),
+        ("trace", ["--model", "m", "--prompt-file", "t", "--out", "o.npz"], "Lower --rows or --context."),
+    ],
+)
+def test_what_the_host_cannot_hold_names_the_option_to_lower(monkeypatch, capsys, command, arguments, option):
+    def full(_):
+        raise HostMemoryError("host pool: too large. Plan fewer or shorter requests.")
+
+    monkeypatch.setattr(getattr(bench, f"bench_{command}"), "run", full)
+    code, _, err = run(monkeypatch, capsys, command, *arguments)
+    assert (code, err) == (2, f"nosa-bench: host pool: too large. Plan fewer or shorter requests. {option}\n")
+
+
+def test_a_folder_that_fills_up_while_rows_are_measured_is_said(monkeypatch, capsys, tmp_path, rates):
+    """In one line instead of a traceback."""
+
+    def measure_group(session, _):
+        (tmp_path / "throughput.json").symlink_to("/dev/full")
+        session.write()
+
+    nothing = FrozenModel({}, nnx.graphdef(nnx.Dict()), NosaConfig.tiny())
+    monkeypatch.setattr(bench_throughput, "load", lambda *_: (nothing, "no weights"))
+    monkeypatch.setattr(bench_throughput.Session, "measure_group", measure_group)
+    code, _, err = run(
+        monkeypatch, capsys, "throughput", *TINY, "--cases", "nosa:1K:2", "--locality", "weights", "--out", tmp_path
+    )
+    expected = f"cannot write to '{tmp_path}': No space left on device. Give --out a place that you may write to."
+    assert (code, err) == (1, f"nosa-bench: {expected}\n")
 
 
 def test_layers_of_a_checkpoint_are_its_own(monkeypatch, capsys):

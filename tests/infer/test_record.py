@@ -9,9 +9,10 @@ import pytest
 
 from nosa_jax import NosaConfig, NosaLM
 from nosa_jax.errors import InputError
-from nosa_jax.infer import bench, freeze
+from nosa_jax.infer import bench, bench_trace, freeze
+from nosa_jax.infer.bench_output import require_writable
 from nosa_jax.infer.bench_trace import pieces
-from nosa_jax.infer.record import record_trace
+from nosa_jax.infer.record import Recording, record_trace
 from nosa_jax.infer.trace import SelectionTrace
 from nosa_jax.tokenizer import ByteTokenizer
 
@@ -161,3 +162,63 @@ def test_a_trace_that_cannot_be_recorded_says_why(monkeypatch, capsys, tmp_path,
     code, _, err = command(monkeypatch, capsys, "trace", *[x for pair in given.items() for x in pair])
     assert code == 2
     assert message in err
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of 16384 positions, of which 241 are the least to record from."""
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    model(CONFIG.replace(num_layers=1)).save_pretrained(folder, ByteTokenizer())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "--tokens 0 must be at least 2: fewer steps show no change of picks"),
+        (["--tokens", "-3"], "--tokens -3 must be at least 2"),
+        (["--tokens", "20000"], "--tokens 20000 must be at most 16143: 241 of the model's 16384 positions are"),
+        (["--tokens", "16144"], "--tokens 16144 must be at most 16143"),
+        (["--tokens", "16143"], "a piece of 400 tokens and --tokens 16143 exceed the model's 16384 positions; cut with "
+            "--context 241 or less"),
+        (["--context", "240"], "a prompt of 240 tokens has fewer blocks of 16 than the 16 that a step selects"),
+        (["--attention", "dense"], "attention 'dense' attends to every block and picks none"),
+        (["--out", "/proc/t.npz"], "cannot write to '/proc/t.npz': No such file or directory. Give --out a place that"),
+        (["--out", "folder.npz"], "cannot write to 'folder.npz': Is a directory. Give --out a place that"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recorded_is_refused_before_weights_are_read(
+    monkeypatch, capsys, tmp_path, saved, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_trace, "freeze", None)  # nobody gets so far
+    (tmp_path / "text").write_text("x" * 399)  # and the token that begins a text
+    (tmp_path / "folder.npz").mkdir()
+    given = {"--model": saved, "--prompt-file": "text", "--out": "trace.npz"} | {arguments[0]: arguments[1]}
+    code, _, err = command(monkeypatch, capsys, "trace", *[x for pair in given.items() for x in pair])
+    assert (code, err[:12]) == (2, "nosa-bench: ")
+    assert message in err
+    assert not (tmp_path / "trace.npz").exists()
+
+
+def test_trying_whether_a_file_can_be_written_leaves_its_contents(tmp_path):
+    file = tmp_path / "trace.npz"
+    require_writable(file, file)
+    assert not file.exists()
+    file.write_text("an earlier trace")
+    require_writable(file, file)
+    assert file.read_text() == "an earlier trace"
+
+
+def test_a_full_disk_costs_the_file_and_not_the_rates(monkeypatch, capsys, tmp_path):
+    """They are printed before; why there is no file is said in one line."""
+    trace = SelectionTrace(np.zeros((4, 2, BUDGET.query + BUDGET.evict), np.int32) + 1, 1, 20, "a test")
+    monkeypatch.setattr(bench_trace, "record", lambda _: (Recording(trace, 0.0, 16, 0.5), CONFIG))
+    full = tmp_path / "trace.npz"
+    full.symlink_to("/dev/full")
+    code, out, err = command(monkeypatch, capsys, "trace", "--model", "m", "--prompt-file", "t", "--out", full)
+    assert "this trace" in out
+    assert code == 1
+    assert err == (
+        f"nosa-bench: cannot write to '{full}': No space left on device. Give --out a place that you may write to.\n"
+    )
