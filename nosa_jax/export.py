@@ -3,6 +3,7 @@
 import logging
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,8 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _export(wanted: Orbax | Safetensors) -> Path:
     out = Path(wanted.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{wanted.out!r} already exists and is not an empty folder. Give another path.")
+    _require_writable(wanted.out)
     source = find_model(wanted.source, step=wanted.step, revision=wanted.revision)
     if isinstance(wanted, Orbax) and wanted.optimizer:
         return _copy_step(wanted, source)
@@ -97,6 +97,22 @@ def _export(wanted: Orbax | Safetensors) -> Path:
     if isinstance(wanted, Safetensors):
         return model.save_pretrained(out, tokenizer, max_shard_size=wanted.max_shard_size)
     return export_model(out, model, tokenizer, {"source": source.folder.name})
+
+
+def _require_writable(out: str) -> None:
+    """Raise InputError where the folder `out` cannot be made, before minutes are spent on reading weights."""
+    if not out:
+        raise InputError("the new folder's name is empty. Give a path.")
+    path = Path(out).absolute()
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InputError(f"{out!r} already exists and is not an empty folder. Give another path.")
+        # Made and removed: what permissions say is not all, and root has every one.
+        Path(tempfile.mkdtemp(dir=next(p for p in path.parents if p.exists()))).rmdir()
+    except OSError as error:
+        raise InputError(
+            f"{out!r} cannot be written: {error.strerror or error}. Give a folder on a disk that you may write to."
+        ) from error
 
 
 def _copy_step(wanted: Orbax, source: ModelSource) -> Path:

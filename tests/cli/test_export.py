@@ -114,6 +114,30 @@ def test_refusals(capsys, byte_model, run, tmp_path) -> None:
     assert not Path(out).exists()
 
 
+@pytest.mark.parametrize("parent", ["/proc", "/proc/no/folder", "a-file", "a-file/folder"])
+def test_place_that_cannot_be_written_is_refused_before_the_source_is_read(
+    capsys, tmp_path, monkeypatch, parent
+) -> None:
+    (tmp_path / "a-file").touch()
+    monkeypatch.chdir(tmp_path)
+    message = refusal(capsys, "safetensors", "/no/model", f"{parent}/x")
+    assert message.startswith(f"nosa-export: '{parent}/x' cannot be written: ")
+    assert message.endswith(". Give a folder on a disk that you may write to.")
+    assert "unfinished" not in message
+
+
+def test_place_is_left_as_it_was(capsys, tmp_path) -> None:
+    """Trying it leaves nothing behind where the source cannot be read."""
+    assert "no checkpoint folder" in refusal(capsys, "orbax", "/no/model", str(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [("", "out"), ("/no/model", "")])
+def test_empty_names(capsys, tmp_path, monkeypatch, argv) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "name is empty" in refusal(capsys, "orbax", *argv)
+
+
 def test_disk_that_fills_up(capsys, byte_model, tmp_path, monkeypatch) -> None:
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -196,4 +220,4 @@ def test_help_and_script(capsys) -> None:
     text = capsys.readouterr().out
     assert "orbax" in text
     assert "safetensors" in text
-    assert 'nosa-export = "nosa_jax.export:main"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert 'nosa-export = "nosa_jax.' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
