@@ -1,12 +1,13 @@
 """Repositories of the hub: local folders first, and a clear word where there is no network."""
 
+import itertools
 import os
 import subprocess
 import sys
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from nosa_jax import NosaLM
 from nosa_jax.errors import InputError
@@ -65,10 +66,29 @@ def test_what_is_no_repository_is_only_looked_for_as_a_folder(hub, name, tmp_pat
     assert hub.calls == []
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_empty_name_is_not_the_current_folder(hub, name, tmp_path, monkeypatch) -> None:
+    """It is what a shell makes of a variable that is not set."""
+    write_checkpoint(tmp_path, random_weights(SMALL, 1))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"the model's name is empty\. Give .*owner/name"):
+        checkpoint_folder(name)
+    assert hub.calls == []
+
+
 def test_file_in_place_of_a_folder(tmp_path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(InputError, match="is a file"):
         NosaLM.from_pretrained(tmp_path / "model.safetensors")
+
+
+def _caused(error: Exception, *causes: Exception) -> Exception:
+    for above, below in itertools.pairwise((error, *causes)):
+        above.__cause__ = below
+    return error
+
+
+_LONG = "Got: ConnectError\nAn error happened while trying to locate the files on the Hub"
 
 
 class _Response:
@@ -80,7 +100,15 @@ class _Response:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (LocalEntryNotFoundError("no connection"), ["could not be fetched: no connection"]),
+        (LocalEntryNotFoundError("no connection"), ["the hub cannot be reached (no connection). Get"]),
+        (
+            _caused(LocalEntryNotFoundError(_LONG), ValueError("[Errno -2] unknown"), OSError(-2, "unknown")),
+            ["there is no folder 'owner/model', and the hub cannot be reached (unknown). Get"],
+        ),
+        (
+            _caused(LocalEntryNotFoundError(_LONG), OfflineModeIsEnabled("long"), OSError("x")),
+            ["cannot be reached (HF_HUB_OFFLINE is set). Get"],
+        ),
         (OSError("disk full"), ["could not be fetched: disk full"]),
         (RepositoryNotFoundError("404", response=_Response()), ["neither a folder nor a repository 'owner/model'"]),
     ],
@@ -99,5 +127,5 @@ def test_without_a_network_the_real_library_gives_the_same_message(tmp_path) -> 
         [sys.executable, "-c", code], capture_output=True, text=True, check=False,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
-    assert "InputError: there is no folder 'owner/model'" in done.stderr
+    assert "there is no folder 'owner/model', and the hub cannot be reached (HF_HUB_OFFLINE is set)" in done.stderr
     assert "path of a folder that holds config.json" in done.stderr
