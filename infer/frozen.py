@@ -73,8 +73,8 @@ def freeze(model: NosaLM | FrozenModel) -> FrozenModel:
         return model
     if not isinstance(model, NosaLM):
         raise InputError(
-            f"a {type(model).__name__} is no model; nosa_jax.checkpoint.load_model and NosaLM.from_pretrained read one "
-            "from a folder"
+            f"a {type(model).__name__} is no model; give NosaLM.from_pretrained(FOLDER), or the first of what "
+            "nosa_jax.checkpoint.load_model(FOLDER) returns"
         )
     served = nnx.merge(*nnx.split(model))  # modules of its own, around the same arrays
     for layer in served.layers:

@@ -178,19 +178,28 @@ def on_first_device(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
-    """The folder of the checkpoint that `path` and `step` mean; see `load_model`. Raises InputError."""
+def find_checkpoint(
+    path: str | Path, step: int | None = None, forms: str = "a run's folder or an exported checkpoint"
+) -> Path:
+    """The folder of the checkpoint that `path` and `step` mean; see `load_model`.
+
+    forms: what the caller can read, for its errors. Raises InputError where no checkpoint is there.
+    """
+    if not str(path):  # it would be the current folder
+        raise InputError(f"the checkpoint's name is empty. Give {forms}.")
     root = Path(path).absolute()
     if not root.is_dir():
-        raise InputError(f"there is no checkpoint folder {str(root)!r}. Give a run's folder or an exported checkpoint.")
+        raise InputError(f"there is no checkpoint folder {str(root)!r}. Give {forms}.")
     if is_checkpoint(root):
         if step is not None and root.name != str(step):
             raise InputError(f"{str(root)!r} is a single checkpoint, so {step=} cannot be chosen; leave step out.")
         return root
     steps_root = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     steps = {int(p.name): p for p in steps_root.iterdir() if p.name.isdecimal() and is_checkpoint(p)}
+    if not steps and any(root.glob("*.safetensors")):
+        raise InputError(f"{str(root)!r} is a safetensors checkpoint; NosaLM.from_pretrained reads it.")
     if not steps:
-        raise InputError(f"{str(root)!r} holds no complete checkpoint. Give a run's folder or an exported checkpoint.")
+        raise InputError(f"{str(root)!r} holds no complete checkpoint. Give {forms}.")
     if step is not None and step not in steps:
         raise InputError(f"{str(root)!r} has no checkpoint of {step=}; it has {', '.join(map(str, sorted(steps)))}.")
     return steps[max(steps) if step is None else step]

@@ -70,7 +70,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{str(folder)!r} holds its weights in {pickled[0]!r}, a format that runs code when it is read. Convert it "
             "to safetensors."
         )
-    raise InputError(f"{str(folder)!r} holds no weights: {SINGLE_FILE!r} and {INDEX_FILE!r} are missing.")
+    raise InputError(
+        f"{str(folder)!r} holds no weights: {SINGLE_FILE!r} and {INDEX_FILE!r} are missing. Copy the whole checkpoint."
+    )
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:

@@ -5,10 +5,11 @@ import functools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from nosa_jax.checkpoint import (
     Params,
@@ -34,6 +35,8 @@ from nosa_jax.weights.files import StoredTensor, stored_tensors
 from nosa_jax.weights.hub import checkpoint_folder
 from nosa_jax.weights.names import Tensor, has_eviction_head, tied_head
 from nosa_jax.weights.reader import common_dtype, read_parameters, require_same_tensor, require_tensors
+
+_FORMS = "a run's folder, an exported checkpoint, or a folder with config.json and safetensors files"
 
 # Fields of a config that decide which parameters there are.
 _SHAPES = frozenset(
@@ -65,17 +68,18 @@ class OrbaxModel:
     def load(
         self,
         *,
-        dtype: ComputeDtype | None = None,
+        dtype: DTypeLike | None = None,
         place: Placement | None = None,
         seed: int = 0,
         **changes: Any,
     ) -> NosaLM:
         """Read the weights; see `NosaLM.from_pretrained`. seed is not needed, since every parameter is there."""
-        if dtype is not None:
-            changes |= {"dtype": dtype, "param_dtype": dtype}
+        kind = None if dtype is None else _compute_dtype(dtype)
+        if kind is not None:
+            changes |= {"dtype": kind, "param_dtype": kind}
         _require_no_shapes(changes)
         config = _changed(self.config, changes)  # refused before anything is read
-        model, _, _ = load_model(self.folder, dtype=dtype, place=place)
+        model, _, _ = load_model(self.folder, dtype=kind, place=place)
         return _assembled(config, split_model(model)[1]) if changes else model
 
 
@@ -103,6 +107,8 @@ class SafetensorsModel:
         try:
             config = config_from_json(values, has_eviction_head=has_head, **changes)
         except InputError as error:
+            if changes and (own := _usable(values, has_head)):
+                _changed(own, changes)  # the file alone can be used, so it is not what is wrong
             raise InputError(f"{str(file)!r}: {error}") from error
         dtype = common_dtype(self._tensors(config).values(), self.stored)
         own_dtype = {"dtype": dtype} if stored_dtype(values) is None else {}
@@ -116,7 +122,7 @@ class SafetensorsModel:
     def load(
         self,
         *,
-        dtype: ComputeDtype | None = None,
+        dtype: DTypeLike | None = None,
         place: Placement | None = None,
         seed: int = 0,
         **changes: Any,
@@ -124,7 +130,7 @@ class SafetensorsModel:
         """Read the weights; see `NosaLM.from_pretrained`."""
         place = place or on_first_device
         if dtype is not None:
-            changes |= {"dtype": dtype, "param_dtype": dtype}
+            changes |= dict.fromkeys(("dtype", "param_dtype"), _compute_dtype(dtype))
         config = self.config_with(**changes)
         tensors = self._tensors(config)
         spare = tied_head(config)
@@ -166,7 +172,7 @@ def find_model(path_or_id: str | Path, *, step: int | None = None, revision: str
         return SafetensorsModel(folder)
     if any(folder.glob("*.safetensors")):
         raise InputError(f"{str(folder)!r} has safetensors files but no {CONFIG_FILE}. Copy the whole checkpoint.")
-    return OrbaxModel(find_checkpoint(folder, step))
+    return OrbaxModel(find_checkpoint(folder, step, forms=_FORMS))
 
 
 def _fresh_eviction_heads(config: NosaConfig, place: Placement, seed: int) -> Params:
@@ -190,6 +196,23 @@ def _assembled(config: NosaConfig, params: Params) -> NosaLM:
     return abstract_model(config)[0].merge(params)
 
 
+def _compute_dtype(dtype: DTypeLike) -> ComputeDtype:
+    """The name of a dtype that a model can have, from whatever names one, like `jnp.bfloat16`. Raises InputError."""
+    kinds: dict[str, ComputeDtype] = {kind: kind for kind in get_args(ComputeDtype)}
+    try:
+        return kinds[np.dtype(dtype).name]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"dtype={dtype!r} must be one of {', '.join(kinds)}.") from error
+
+
+def _usable(values: dict[str, Any], has_eviction_head: bool) -> NosaConfig | None:
+    """The config of a config.json by itself; None where it cannot be used."""
+    try:
+        return config_from_json(values, has_eviction_head=has_eviction_head)
+    except InputError:
+        return None
+
+
 def _changed(config: NosaConfig, changes: dict[str, Any]) -> NosaConfig:
     try:
         return config.replace(**changes)
@@ -200,7 +223,10 @@ def _changed(config: NosaConfig, changes: dict[str, Any]) -> NosaConfig:
 def _require_no_shapes(changes: dict[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(NosaConfig)}
     if unknown := sorted(set(changes) - known):
-        raise InputError(f"{unknown[0]!r} is no field of NosaConfig.")
+        raise InputError(
+            f"{unknown[0]!r} is no option of from_pretrained; dtype= converts the weights, the fields of NosaConfig "
+            "change the rest (attention, max_context, ...)."
+        )
     if shapes := sorted(set(changes) & _SHAPES):
         raise InputError(f"{shapes[0]!r} is given by the stored weights and cannot be changed.")
     if "param_dtype" in changes and changes.get("dtype") != changes["param_dtype"]:

@@ -135,7 +135,10 @@ def test_more_host_memory_than_there_is(capsys, byte_model, monkeypatch):
 
 def test_folder_that_is_missing_or_holds_no_checkpoint(capsys, tmp_path):
     assert "no checkpoint folder" in refusal(capsys, "--model", "/no/model", "--prompt", "x")
-    assert "holds no complete checkpoint" in refusal(capsys, "--model", str(tmp_path), "--prompt", "x")
+    message = refusal(capsys, "--model", str(tmp_path), "--prompt", "x")
+    assert "holds no complete checkpoint" in message
+    assert "or a folder with config.json and safetensors files" in message
+    assert "the model's name is empty" in refusal(capsys, "--model", "", "--prompt", "x")
 
 
 def test_parameters_of_another_config(capsys, mixed_up_model):

@@ -1,5 +1,6 @@
 """Checkpoints in the published layout become the right parameters, or an error that names what is wrong (W1, W2)."""
 
+import inspect
 import json
 import os
 import re
@@ -12,13 +13,25 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from nosa_jax import NosaLM
+from nosa_jax.checkpoint import export_model, load_model
 from nosa_jax.errors import InputError
+from nosa_jax.infer.frozen import freeze
+from nosa_jax.weights import find_model
 from tests.oracle.test_model import run
 from tests.oracle.weights import model_with, random_weights
 from tests.weights.cases import DTYPES, SMALL, assert_same_bits, params_of, write_checkpoint, write_config
 
 WEIGHTS = random_weights(SMALL, 1)
 SOME = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory):
+    """A folder with one model as `safetensors` and as `orbax`."""
+    folder = tmp_path_factory.mktemp("formats")
+    write_checkpoint(folder / "safetensors", WEIGHTS)
+    export_model(folder / "orbax", model_with(SMALL, WEIGHTS))
+    return folder
 
 
 def refusal(folder, **options) -> str:
@@ -238,7 +251,9 @@ def test_corrupt_header_is_named(tmp_path) -> None:
 
 def test_folder_without_usable_weights(tmp_path) -> None:
     write_config(tmp_path)
-    assert "holds no weights" in refusal(tmp_path)
+    message = refusal(tmp_path)
+    assert "holds no weights" in message
+    assert message.endswith("Copy the whole checkpoint.")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     assert "'pytorch_model.bin', a format that runs code" in refusal(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"x")
@@ -253,7 +268,56 @@ def test_weights_without_their_config(tmp_path) -> None:
 def test_arguments_that_the_weights_decide(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, WEIGHTS)
     assert "'num_heads' is given by the stored weights" in refusal(folder, num_heads=2)
-    assert "'colour' is no field" in refusal(folder, colour=3)
+    assert "'torch_dtype' is no option of from_pretrained; dtype= converts" in refusal(folder, torch_dtype="float32")
     assert "local_blocks=0" in refusal(folder, local_blocks=0)
     model = NosaLM.from_pretrained(folder, attention="infllmv2", max_context=64, query_blocks=2)
     assert model.config == SMALL.replace(attention="infllmv2", max_context=64, query_blocks=2)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "float64"}, "dtype='float64' must be one of float32, bfloat16, float16."),
+        ({"dtype": jnp.int8}, "dtype=<class 'jax.numpy.int8'> must be one of"),
+        ({"query_blocks": -1}, "query_blocks=-1 must be an integer of at least 0"),
+        ({"max_context": 0}, "max_context=0 must be an integer of at least 1"),
+    ],
+)
+def test_argument_that_cannot_be_is_not_blamed_on_the_files(formats, kind, changes, words) -> None:
+    with pytest.raises(InputError) as caught:
+        find_model(formats / kind).load(**changes)
+    assert words in str(caught.value)
+    assert "config.json" not in str(caught.value)
+
+
+def test_config_json_that_cannot_be_used_is_named_whatever_is_asked_for(tmp_path) -> None:
+    write_checkpoint(tmp_path, WEIGHTS, rms_norm_eps=0)
+    message = refusal(tmp_path, max_context=64)
+    assert message.startswith(f"{str(tmp_path / 'config.json')!r}: rms_norm_eps is 0")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
+def test_dtype_may_be_what_jax_calls_one(formats, kind, dtype) -> None:
+    model = find_model(formats / kind).load(dtype=dtype)
+    assert model.config == SMALL.replace(dtype="bfloat16", param_dtype="bfloat16")
+    assert {str(a.dtype) for a in params_of(model).values()} == {"bfloat16"}
+
+
+def test_folder_of_another_format_names_the_right_reader(formats, tmp_path) -> None:
+    with pytest.raises(InputError, match=r"is a safetensors checkpoint; NosaLM\.from_pretrained reads it"):
+        load_model(formats / "safetensors")
+    assert refusal(tmp_path).endswith(
+        "Give a run's folder, an exported checkpoint, or a folder with config.json and safetensors files."
+    )
+    with pytest.raises(InputError, match=r"Give a run's folder or an exported checkpoint\.$"):
+        load_model(tmp_path)
+    with pytest.raises(InputError, match="name is empty"):
+        load_model("")
+
+
+def test_what_load_model_returns_is_no_model_by_itself(formats) -> None:
+    """As without the tests' type checker, which would refuse it first."""
+    with pytest.raises(InputError, match=r"a tuple is no model; give NosaLM\.from_pretrained\(FOLDER\), or the first"):
+        inspect.unwrap(freeze)(load_model(formats / "orbax"))
