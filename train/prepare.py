@@ -18,6 +18,7 @@ from nosa_jax.checkpoint import (
     Skeleton,
     abstract_model,
     find_checkpoint,
+    is_checkpoint,
     make_meta,
     read_meta,
     require_same_config,
@@ -34,6 +35,7 @@ from nosa_jax.train.optimizer import learning_rate, make_optimizer, trainable_na
 from nosa_jax.train.sharding import tree_shardings
 from nosa_jax.train.step import TrainState, init_state, state_from_params
 from nosa_jax.weights import ModelSource, find_model
+from nosa_jax.weights.config_json import CONFIG_FILE
 
 CHECKPOINTS_DIR = "checkpoints"
 # Fields of a config that trained weights have been made for.
@@ -137,6 +139,7 @@ def prepare(config: TrainConfig, model_config: NosaConfig | None, mesh: Mesh) ->
 
     Raises InputError naming the value, its limit and the way out.
     """
+    _require_no_checkpoint(config.out)
     model_config = config.model_config(_model_of_checkpoint(config)) if model_config is None else model_config
     for phase in config.phases:
         if phase.seq_len > model_config.max_context:
@@ -217,6 +220,22 @@ def exclusive(out: Path) -> Iterator[None]:
 
 def _unwritable(out: str, reason: str) -> str:
     return f"out={out!r} cannot be written: {reason}. Give a folder on a disk that you may write to."
+
+
+def _require_no_checkpoint(out: str) -> None:
+    """Raise InputError where `find_model` would read a checkpoint in the run's folder instead of the run's steps."""
+    run = Path(out).absolute()
+    try:
+        found = [CONFIG_FILE] if (run / CONFIG_FILE).is_file() else []
+        found += sorted(p.name for p in run.glob("*.safetensors"))
+        found += ["params", "meta"] if is_checkpoint(run) else []
+    except OSError:  # what cannot be read or written is `open_folder`'s to report
+        return
+    if found:
+        raise InputError(
+            f"out={out!r} holds a checkpoint ({', '.join(found[:3])}), which would be read instead of the run. Give "
+            "another folder, or move the checkpoint elsewhere."
+        )
 
 
 def _require_export(export: str, out: str) -> None:

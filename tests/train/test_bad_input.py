@@ -142,6 +142,24 @@ def _overrides(small) -> list[str]:
     return [f"{name}={value}" for name, value in small.to_dict().items() if value != default[name]]
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+@pytest.mark.parametrize("holds", ["config.json", "model-1-of-2.safetensors", "params, meta"])
+def test_out_that_holds_a_checkpoint(capsys, tmp_path, text_folder, exported, holds, resume) -> None:
+    """The run's steps would be written beside it and never be read."""
+    out = exported
+    if holds != "params, meta":
+        out = tmp_path / "released"
+        out.mkdir()
+        (out / holds).write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    assert (
+        main(["--data", str(text_folder), "--out", str(out), "--dense.steps", "1", "--nosa.steps", "0", *resume]) == 2
+    )
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"out={str(out)!r} holds a checkpoint ({holds}), which would be read instead of the run. Give" in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_damaged_weights_to_start_from(capsys, tmp_path, text_folder, exported, small, keep) -> None:
     for path in exported.glob("params/**/d/*"):
