@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("nosa-train: interrupted; checkpoints that were complete by now remain", file=sys.stderr)
         return _INTERRUPTED
     speeds = ", ".join(f"{kind} {rate:,.0f} tokens/s" for kind, rate in result.tokens_per_second.items())
-    Console(stderr=True).print(f"step {result.step}  {speeds}  {result.out}", highlight=False, soft_wrap=True)
+    parts = (f"step {result.step}", speeds, str(result.out))
+    Console(stderr=True).print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True, markup=False)
     return _INTERRUPTED if result.interrupted else 0
 
 

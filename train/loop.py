@@ -41,7 +41,8 @@ class TrainResult:
     metrics: list[dict[str, Any]]
     """The lines of metrics.jsonl."""
     tokens_per_second: dict[str, float]
-    """Speed of the phases that this process ran, without compilation, validation and checkpoints."""
+    """Speed of the phases that this process ran, without compilation, validation and checkpoints. A phase of which no
+    step could be timed, like one of a single step, is left out."""
     out: Path
 
     @property
@@ -181,7 +182,8 @@ class _Run:
                 if self._is_time_to_save():
                     self._save()
                     clock.pause()
-            self.speeds[phase.attention] = clock.rate
+            if clock.rate:
+                self.speeds[phase.attention] = clock.rate
             if self.stop.requested and self.saved_at != self.step:
                 self._save()
             if self.stop.requested and self.step < config.total_steps:
@@ -241,4 +243,5 @@ class _Clock:
 
     @property
     def rate(self) -> float:
+        """0 while it is not known."""
         return self._tokens * self._steps / self._seconds if self._seconds else 0.0

@@ -26,7 +26,9 @@ from nosa_jax.train import (
     read_metrics,
     train,
 )
+from nosa_jax.train.__main__ import main
 from nosa_jax.train.corpus import build_corpus
+from nosa_jax.weights import find_model
 
 LONG = dict(
     dense=Phase(steps=60, seq_len=32, batch=4, attention="dense"),
@@ -192,6 +194,20 @@ def test_step_that_is_not_finite_anywhere_is_not_saved(tmp_path, run_config, sma
         train(config, model_config=small)
     assert load_model(tmp_path / "run")[2]["data"]["iterator"] is not None
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def test_single_step_has_no_speed_and_its_export_inside_the_run_is_not_in_the_way(
+    tmp_path, text_folder, capsys
+) -> None:
+    out = tmp_path / "run"
+    argv = ["--out", str(out), "--data", str(text_folder), "--dense.steps", "1", "--nosa.steps", "0",
+            "--dense.seq-len", "16", "--dense.batch", "1", "--eval-windows", "1",
+            "--override", "num_layers=1", "embed_dim=16", "ffn_dim=16"]  # fmt: skip
+    assert main([*argv, "--export", str(out / "export")]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"step 1  {out}"
+    assert find_model(out).folder == out / "checkpoints" / "1"
+    assert main([*argv, "--resume"]) == 0  # nothing is left to do
+    assert capsys.readouterr().err.splitlines()[-1] == f"step 1  {out}"
 
 
 @pytest.mark.slow
