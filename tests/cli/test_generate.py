@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,8 +228,3 @@ def test_stream_never_shows_half_a_character():
 
 def test_config_selects_fewer_blocks_than_the_prompt_has():
     assert CONFIG.num_blocks(len(PROMPT)) > CONFIG.budget.total
-
-
-def test_script_is_installed_under_its_name():
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert 'nosa-generate = "nosa_jax.infer.__main__:main"' in text
