@@ -215,7 +215,9 @@ def _generate(config: GenerateConfig) -> None:
 
 
 def _require_sense(config: GenerateConfig) -> None:
-    """Refuse options that would have no effect."""
+    """Refuse options that would have no effect, and a size that later messages would build on."""
+    if config.max_context is not None and config.max_context < 1:
+        raise InputError(f"--max-context {config.max_context} must be at least 1")
     if [*config.prompt_file, *config.jsonl].count(STDIN) > 1:
         raise InputError("stdin (-) can be read once; name it in --prompt-file or in --jsonl, and once only")
     if config.output is not None and not config.jsonl:

@@ -51,7 +51,7 @@ def decode_step(
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens are {tokens.dtype}; they must be integer ids, like logits.argmax(axis=-1)")
     tokens = tokens.astype(jnp.int32)
-    if not isinstance(state.lengths, jax.core.Tracer) and state.lengths.is_deleted():
+    if state.used_up:
         raise ValueError(
             "this state was given to an earlier decode_step, whose result uses its memory; go on with the state that "
             "was returned: logits, state = decode_step(model, state, tokens)"

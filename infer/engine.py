@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nosa_jax.checks import is_real, is_whole
 from nosa_jax.config import AttentionKind
 from nosa_jax.errors import InputError
 from nosa_jax.infer.driving import Driver
@@ -40,7 +42,7 @@ def require_steps_per_dispatch(steps: int, max_context: int) -> None:
     Raises:
       InputError: not a whole number from 1 to `max_context`.
     """
-    if not isinstance(steps, int) or not 1 <= steps <= max_context:
+    if not is_whole(steps) or not 1 <= steps <= max_context:
         raise InputError(
             f"steps_per_dispatch={steps!r} must be a whole number from 1 to max_context={max_context}: no request "
             "takes more steps; 1 hands out every token by itself, 4 to 16 save most of the host's time"
@@ -93,8 +95,10 @@ class Engine:
         max_overtaken: int = 8,
     ) -> None:
         for name, value, least in (("max_queue", max_queue, 1), ("max_overtaken", max_overtaken, 0)):
-            if value is not None and value < least:
-                raise InputError(f"{name}={value} must be at least {least}")
+            if value is not None and (not is_whole(value) or value < least):
+                raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
+        if isinstance(tokenizer, str | Path):
+            raise InputError(f"tokenizer={str(tokenizer)!r} is a name; give nosa_jax.tokenizer.load_tokenizer of it")
         self.model = freeze(model)
         self.tokenizer = tokenizer
         self.plan: MemoryPlan = make_plan(
@@ -170,7 +174,8 @@ class Engine:
           stream: tells apart the random streams of requests with equal seeds; `generate` gives prompt i stream i.
 
         Raises:
-          InputError: the prompt is empty, too long for the plan, or holds unknown ids.
+          InputError: the prompt is empty, too long for the plan, or holds unknown ids; `timeout` or `stream` is out of
+            range.
           OutOfPagesError: the host pool could not hold it even alone.
           QueueFullError: `max_queue` requests wait already.
         """
@@ -178,8 +183,10 @@ class Engine:
         (tokens,) = check_prompts([prompt], self.tokenizer, self.layout.config.vocab_size)
         (request,) = make_requests([tokens], params or SamplingParams(), self.layout)
         self._memory.require_room([request])
-        if timeout is not None and not timeout > 0:
-            raise InputError(f"timeout={timeout} must be a positive number of seconds")
+        if timeout is not None and not (is_real(timeout) and timeout > 0):
+            raise InputError(f"timeout={timeout!r} must be a positive number of seconds")
+        if not is_whole(stream) or not 0 <= stream < 2**32:
+            raise InputError(f"stream={stream!r} must be a whole number of at least 0 and below {2**32:,}")
         deadline = None if timeout is None else time.monotonic() + timeout
         job = self._job(request, stream, deadline=deadline, on_token=on_token, record_steps=record_steps)
         return self._enqueue([job], self.max_queue)[0]

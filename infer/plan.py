@@ -3,9 +3,9 @@
 import bisect
 import re
 from dataclasses import dataclass
-from numbers import Integral
 from typing import get_args
 
+from nosa_jax.checks import is_whole
 from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.infer.compiling import overlap_pays
@@ -202,7 +202,7 @@ def make_plan(
         raise InputError(f"attention={attention!r} is none of {', '.join(get_args(AttentionKind))}")
     sizes = {"max_batch": max_batch, "max_context": max_context, "slots": slots, "prefill_chunk": prefill_chunk}
     for name, value in sizes.items():
-        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+        if value is not None and not is_whole(value):
             raise InputError(f"{name}={value!r} must be a whole number")
     if prefill_chunk < 1:
         raise InputError(f"prefill_chunk={prefill_chunk} must be at least 1 token")

@@ -1,6 +1,5 @@
 """Choosing the next token of every row, each with its own parameters and its own random stream."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
+from nosa_jax.checks import is_real, is_whole
 from nosa_jax.errors import InputError
 
+HIGHEST = float(np.finfo(np.float32).max)
 MAX_EOS = 8  # static width of the list of end-of-sequence ids, so that requests of any kind share a compiled step
 
 
@@ -43,18 +44,26 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, limit in (("max_new_tokens", 2**31), ("top_k", 2**31), ("seed", 2**32)):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value < limit:
+            if not is_whole(value) or not 0 <= value < limit:
                 raise InputError(f"{name}={value!r} must be an integer of at least 0 and below {limit:,}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature={self.temperature} must be a finite number of at least 0 (0 is greedy)")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p} must be above 0 and at most 1 (1 means no limit)")
-        if not isinstance(self.eos_ids, tuple):
+            object.__setattr__(self, name, int(value))  # NumPy's numbers would compile programs of their own
+        if not is_real(self.temperature) or not 0 <= self.temperature <= HIGHEST:
+            given = _short(self.temperature)
+            raise InputError(f"temperature={given} must be a number of at least 0 (0 is greedy) and finite in float32")
+        if not is_real(self.top_p) or not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={_short(self.top_p)} must be above 0 and at most 1 (1 means no limit)")
+        if not isinstance(self.eos_ids, tuple) or not all(map(is_whole, self.eos_ids)):
             raise InputError(f"eos_ids={self.eos_ids!r} must be a tuple of ids, like (257,)")
+        object.__setattr__(self, "eos_ids", tuple(map(int, self.eos_ids)))
         if len(self.eos_ids) > MAX_EOS:
             raise InputError(f"{len(self.eos_ids)} eos_ids given; at most {MAX_EOS} are supported")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise InputError(f"stop={self.stop!r} must be a tuple of texts that are not empty, like ('END',)")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 class SamplingState(NamedTuple):

@@ -108,8 +108,19 @@ class DecodeState:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+    @property
+    def used_up(self) -> bool:
+        """Whether a step was given this state, whose memory then belongs to the state that it returned."""
+        return not isinstance(self.lengths, jax.core.Tracer) and self.lengths.is_deleted()
+
     def stats(self) -> CacheStats:
-        """Hits, misses, bytes and locality so far; waits for the step to finish."""
+        """Hits, misses, bytes and locality so far; waits for the step to finish.
+
+        Raises:
+          ValueError: the state was given to a step.
+        """
+        if self.used_up:
+            raise ValueError("this state was given to a step, which has used it up; ask the state that was returned")
         last = StepCounts(*(np.asarray(x) for x in self.last))
         total = StepCounts(*(np.asarray(x, np.int64) for x in self.total))
         smallest = np.asarray(self.min_locality)

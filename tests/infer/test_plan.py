@@ -223,7 +223,7 @@ def test_a_step_stays_within_its_planned_workspace(change, attention, batch, con
 MISTAKES = """
 import numpy as np
 from nosa_jax import NosaConfig, NosaLM
-from nosa_jax.infer import Engine, decode_step
+from nosa_jax.infer import Engine, SamplingParams, decode_step
 
 model = NosaLM.from_config(NosaConfig.tiny(num_layers=1))
 sizes = dict(max_batch=1, max_context=64)
@@ -236,14 +236,26 @@ with Engine(model, **sizes) as engine:
         lambda: Engine(model, **sizes | {"max_batch": True}),
         lambda: Engine(model, **sizes, prefill_chunk=1.0),
         lambda: Engine("a/folder", **sizes),
+        lambda: Engine(model, **sizes, tokenizer="bytes"),
+        lambda: Engine(model, **sizes, max_queue="a"),
         lambda: engine.submit([1], {"max_new_tokens": 3}),
+        lambda: engine.submit([1], SamplingParams(max_new_tokens=2), timeout="5"),
+        lambda: engine.submit([1], SamplingParams(max_new_tokens=2), stream="a"),
+        lambda: SamplingParams(temperature="0.8"),
+        lambda: SamplingParams(temperature=10**400),
+        lambda: SamplingParams(top_p=None),
+        lambda: SamplingParams(max_new_tokens=True),
+        lambda: SamplingParams(eos_ids=(5.9,)),
         lambda: decode_step(engine.model, state, state.logits.max(axis=-1)),
         lambda: (decode_step(engine.model, state, np.array([1])), decode_step(engine.model, state, np.array([1]))),
+        lambda: state.stats(),
     ):
         try:
             make()
         except Exception as error:
             print(f"{type(error).__name__}: {error}")
+given = SamplingParams(max_new_tokens=np.int64(4), seed=np.uint32(7), eos_ids=(np.int32(3),))
+print(*(f"{type(value).__name__} {value}" for value in (given.max_new_tokens, given.seed, *given.eos_ids)))
 """
 
 
@@ -260,10 +272,21 @@ def test_mistakes_of_type_are_named_without_a_type_checker():
             "InputError: max_context='64K' must be a whole number",
             "InputError: max_batch=True must be a whole number",
             "InputError: prefill_chunk=1.0 must be a whole number",
-            "InputError: a str is no model; nosa_jax.checkpoint.load_model",
+            "InputError: a str is no model; ",
+            "InputError: tokenizer='bytes' is a name; give nosa_jax.tokenizer.load_tokenizer of it",
+            "InputError: max_queue='a' must be a whole number of at least 1",
             "InputError: {'max_new_tokens': 3} are no sampling parameters; give SamplingParams(max_new_tokens=...)",
+            "InputError: timeout='5' must be a positive number of seconds",
+            "InputError: stream='a' must be a whole number of at least 0 and below 4,294,967,296",
+            "InputError: temperature='0.8' must be a number of at least 0 (0 is greedy) and finite in float32",
+            "InputError: temperature=1000000000",
+            "InputError: top_p=None must be above 0 and at most 1",
+            "InputError: max_new_tokens=True must be an integer of at least 0",
+            "InputError: eos_ids=(5.9,) must be a tuple of ids, like (257,)",
             "ValueError: tokens are float32; they must be integer ids, like logits.argmax(axis=-1)",
             "ValueError: this state was given to an earlier decode_step",
+            "ValueError: this state was given to a step, which has used it up",
+            "int 4 int 7 int 3",
         ),
         strict=True,
     ):

@@ -117,6 +117,7 @@ def test_rows_end_at_their_limit_or_at_one_of_their_ids():
         (dict(max_new_tokens=-1), "max_new_tokens=-1 must be an integer of at least 0"),
         (dict(temperature=-0.5), "temperature=-0.5 must be"),
         (dict(temperature=float("nan")), "temperature=nan must be"),
+        (dict(temperature=1e300), "temperature=1e.300 must be .* finite in float32"),
         (dict(top_k=-2), "top_k=-2 must be an integer of at least 0"),
         (dict(top_p=0.0), "top_p=0.0 must be above 0"),
         (dict(top_p=1.5), "top_p=1.5 must be above 0 and at most 1"),

@@ -20,6 +20,9 @@ def test_what_cannot_be_run_is_refused_when_it_is_submitted(engine):
             engine.submit(prompt)
     with pytest.raises(InputError, match="stop strings are text"):
         engine.submit([1], SamplingParams(stop=("x",)))
+    for stream in (-1, 2**32):
+        with pytest.raises(InputError, match=f"stream={stream} must be a whole number"):
+            engine.submit([1], stream=stream)
     with engine_of(host_budget=5 * GROUP) as small, pytest.raises(OutOfPagesError, match="needs 6 blocks"):
         small.submit(random_tokens(5 * P), SamplingParams(max_new_tokens=1))
     with pytest.raises(InputError, match="max_queue=0"):
