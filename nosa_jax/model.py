@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from nosa_jax.attention import BLOCK_IDS, sequence_attention
-from nosa_jax.config import AttentionKind, ComputeDtype, NosaConfig
+from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.eviction import token_scores
 from nosa_jax.rope import rope_tables, rotate
 
@@ -163,7 +164,7 @@ class NosaLM(nnx.Module):
         cls,
         path_or_id: str | Path,
         *,
-        dtype: ComputeDtype | None = None,
+        dtype: DTypeLike | None = None,
         place: "Placement | None" = None,
         revision: str | None = None,
         seed: int = 0,
@@ -175,7 +176,8 @@ class NosaLM(nnx.Module):
 
         Args:
           path_or_id: a folder, or the id of a repository on the Hugging Face Hub ("owner/name").
-          dtype: convert parameters and activations to it; None keeps what is stored, tensor by tensor.
+          dtype: float32, bfloat16 or float16, to convert parameters and activations to; None keeps what is stored,
+            tensor by tensor.
           place: gives each parameter's sharding from its name and shape; None puts all on the first device.
           revision: branch, tag or commit of a repository.
           seed: of the eviction head's start where the checkpoint has none (a warning says so).

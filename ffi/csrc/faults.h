@@ -42,7 +42,8 @@ inline std::string Describe(const Fault& fault) {
   switch (fault.kind) {
     case FaultKind::kHandle:
       return name + "handle (" + text(fault.slot) + ", " + text(fault.generation) +
-             ") names no open host pool: it is closed or renewed, or was not made for this device";
+             ") names no open host pool: it is closed or renewed, or was not made for this device. An engine closes its "
+             "pool with itself, and renews it when other requests get the pages of a state; Engine.prefill makes a new one";
     case FaultKind::kPageSize:
       return name + "a slot of the cache has " + text(fault.value) + " bytes, a page of the host pool " +
              text(fault.limit);
