@@ -89,14 +89,24 @@ def make_meta(config: NosaConfig, tokenizer: Tokenizer | None, **more: Any) -> d
     }
 
 
+def require_readable_name(path: str | Path) -> None:
+    """Raise InputError where what orbax writes could not be read back: in a path it takes [...] for a pattern."""
+    name = str(Path(path).absolute())
+    if "[" in name:
+        raise InputError(
+            f"{name!r} has a bracket in its name: a checkpoint could not be read back. Give another folder."
+        )
+
+
 def export_model(
     path: str | Path, model: NosaLM, tokenizer: Tokenizer | None = None, metadata: dict[str, Any] | None = None
 ) -> Path:
     """Write parameters, config and tokenizer, without optimizer state, for `load_model` and inference.
 
-    The folder appears whole or not at all. Raises InputError where `path` already holds something, and OSError where
-    it cannot be written.
+    The folder appears whole or not at all. Raises InputError where `path` already holds something or has a bracket in
+    its name, and OSError where it cannot be written.
     """
+    require_readable_name(path)
     _, params = split_model(model)
     # A model read from files of several dtypes keeps them; the config knows only one.
     own = {name: str(p.dtype) for name, p in params.items() if str(p.dtype) != model.config.param_dtype}

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from nosa_jax.checkpoint import export_model, find_checkpoint, is_checkpoint
+from nosa_jax.checkpoint import export_model, find_checkpoint, is_checkpoint, require_readable_name
 from nosa_jax.config import ComputeDtype
 from nosa_jax.errors import InputError
 from nosa_jax.folders import write_folder
@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(wanted: Orbax | Safetensors) -> Path:
     out = Path(wanted.out)
     _require_writable(wanted.out)
+    if isinstance(wanted, Orbax):
+        require_readable_name(wanted.out)
     source = find_model(wanted.source, step=wanted.step, revision=wanted.revision)
     if isinstance(wanted, Orbax) and wanted.optimizer:
         return _copy_step(wanted, source)

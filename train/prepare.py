@@ -21,6 +21,7 @@ from nosa_jax.checkpoint import (
     is_checkpoint,
     make_meta,
     read_meta,
+    require_readable_name,
     require_same_config,
     saved_config,
     split_model,
@@ -139,6 +140,7 @@ def prepare(config: TrainConfig, model_config: NosaConfig | None, mesh: Mesh) ->
 
     Raises InputError naming the value, its limit and the way out.
     """
+    require_readable_name(config.out)
     _require_no_checkpoint(config.out)
     model_config = config.model_config(_model_of_checkpoint(config)) if model_config is None else model_config
     for phase in config.phases:
@@ -162,6 +164,7 @@ def prepare(config: TrainConfig, model_config: NosaConfig | None, mesh: Mesh) ->
     if config.init_from is not None and not config.resume:
         _require_same_arrays(config, model_config)
     if config.export is not None:
+        require_readable_name(config.export)
         _require_export(config.export, config.out)
     skeleton, abstract = abstract_model(model_config)
     trainable = trainable_names(skeleton.names, config.train_only, config.freeze)

@@ -126,6 +126,11 @@ def test_place_that_cannot_be_written_is_refused_before_the_source_is_read(
     assert "unfinished" not in message
 
 
+def test_place_from_which_orbax_could_not_read_is_refused(capsys, tmp_path) -> None:
+    message = refusal(capsys, "orbax", "/no/model", str(tmp_path / "a [b]"))
+    assert "has a bracket in its name" in message
+
+
 def test_place_is_left_as_it_was(capsys, tmp_path) -> None:
     """Trying it leaves nothing behind where the source cannot be read."""
     assert "no checkpoint folder" in refusal(capsys, "orbax", "/no/model", str(tmp_path / "a" / "b"))

@@ -105,6 +105,15 @@ def test_out_that_cannot_be_written(capsys, tmp_path, text_folder) -> None:
     assert "Give a folder" in message
 
 
+@pytest.mark.parametrize("option", ["--out", "--export"])
+def test_a_folder_from_which_orbax_could_not_read(capsys, tmp_path, text_folder, option) -> None:
+    path = tmp_path / "run [1]"
+    given = [] if option == "--out" else ["--export", str(path)]
+    message = _refused(capsys, path if option == "--out" else tmp_path / "run", "--data", str(text_folder), *given)
+    assert f"{str(path)!r} has a bracket in its name" in message
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("export", "words"),
     [
