@@ -94,7 +94,7 @@ def require_readable_name(path: str | Path) -> None:
     name = str(Path(path).absolute())
     if "[" in name:
         raise InputError(
-            f"{name!r} has a bracket in its name: a checkpoint could not be read back. Give another folder."
+            f"{name!r} has a bracket in its name: orbax could not read a checkpoint back. Use another folder."
         )
 
 
