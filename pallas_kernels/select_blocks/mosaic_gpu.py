@@ -29,7 +29,7 @@ SLOTS = 64  # slots of the result per product: the rows of one wgmma
 DEPTH = 16  # the depth of one wgmma, of which the length of a chunk is a multiple
 COPY = 16  # chunks per copy
 ROWS = 8  # TMA reads tiles of eight rows
-SHORT = 2048  # rows of no more blocks go straight to registers, before it is known how many of their blocks exist
+SHORT = 1024  # rows of no more blocks are read whole, before it is known how many of their blocks exist
 WIDE = 8192  # rows of more blocks come as 128 chunks and share one buffer for both kinds of score
 MAX_BLOCKS = 16_384
 NOT_A_CANDIDATE = -(2**31)
@@ -186,20 +186,19 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
     row_e = lax.div(row, jnp.int32(queries)) if queries_e == 1 else row
     buffers, *shape = scores_smem.shape
     shape, size = tuple(shape), math.prod(shape)
-    most_copies = shape[0] // COPY
+    part_chunks = shape[0] if n_blocks <= SHORT else COPY
+    most_copies = shape[0] // part_chunks
     sources = [
         (ref, source_row, count)
         for ref, source_row, count in ((score_q_ref, program, query), (score_e_ref, row_e * n_kv + kv, evict))
         if count
     ]
-    short = n_blocks <= SHORT
-    lines = [_load_line(ref.at[source_row], interpreted) for ref, source_row, _ in sources if short]
 
-    def fetch(which: int) -> None:
+    def fetch(which: int, copies: jax.Array | int) -> None:
         ref, source_row, _ = sources[which]
 
-        def copy(part: jax.Array, _: None) -> None:
-            chunks = pl.ds(part * COPY, COPY)
+        def copy(part: jax.Array | int, _: None) -> None:
+            chunks = pl.ds(part * part_chunks, part_chunks)
             plgpu.copy_gmem_to_smem(
                 ref.at[source_row, chunks],
                 scores_smem.at[which % buffers, chunks],
@@ -208,20 +207,12 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
 
         lax.fori_loop(0, copies, copy, None)
 
-    def fetched(which: int) -> jax.Array:
-        def landed(part: jax.Array, _: None) -> None:
-            plgpu.barrier_wait(barriers.at[which * most_copies + part])
-
-        if which >= buffers:
-            fetch(which)
-        lax.fori_loop(0, copies, landed, None)
-        return _load_line(scores_smem.at[which % buffers], interpreted)
-
     position = positions_ref[row]
     current = jnp.where(position < 0, -1, jnp.minimum(lax.div(position, jnp.int32(block_size)), n_blocks - 1))
-    copies = lax.div(current, jnp.int32(COPY * shape[1])) + 1  # blocks after the current one are not read
-    for which in range(0 if short else min(buffers, len(sources))):
-        fetch(which)
+    # Blocks after the current one are not read, where they are many.
+    copies = 1 if most_copies == 1 else lax.div(current, jnp.int32(part_chunks * shape[1])) + 1
+    for which in range(min(buffers, len(sources))):
+        fetch(which, copies)
     triangle = triangle_smem.shape
     triangle_smem[...] = jnp.where(_iota(triangle, 1) <= _iota(triangle, 0), 1.0, 0.0).astype(jnp.bfloat16)
     index = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=FLAT)
@@ -229,7 +220,14 @@ def _select_kernel(score_q_ref: Any, score_e_ref: Any, positions_ref: Any, ids_r
     chosen = exists & ((index < sink) | (index > current - local))
     candidates = jnp.maximum(current + 1 - (sink + local), 0)
     for which, (_, _, count) in enumerate(sources):
-        scores = lines[which] if short else fetched(which)
+        if which >= buffers:
+            fetch(which, copies)
+
+        def landed(part: jax.Array | int, _: None, which: int = which) -> None:
+            plgpu.barrier_wait(barriers.at[which * most_copies + part])
+
+        lax.fori_loop(0, copies, landed, None)
+        scores = _load_line(scores_smem.at[which % buffers], interpreted)
         keys = jnp.where(chosen, NOT_A_CANDIDATE, jnp.where(exists, ordered(scores), NOT_A_CANDIDATE))
         chosen = chosen | best(keys, index, candidates, count)
         candidates = jnp.maximum(candidates - count, 0)
@@ -273,11 +271,9 @@ def select_blocks(
     rounded = pl.cdiv(length, SLOTS) * SLOTS
 
     def chunked(scores: jax.Array) -> jax.Array:
-        missing = chunks * length - n_blocks if n_blocks <= SHORT else -n_blocks % (ROWS * length)
+        missing = -n_blocks % (ROWS * length)
         if missing:
             scores = jnp.pad(scores, ((0, 0),) * 3 + ((0, missing),))
-        if n_blocks <= SHORT:
-            return scores.reshape(-1, chunks * length)
         return scores.reshape(-1, (n_blocks + missing) // length, length)
 
     total = sink + local + query + evict

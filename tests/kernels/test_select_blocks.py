@@ -126,6 +126,18 @@ def test_lowers_for_cuda(rows, n_blocks):
     jax.jit(select).trace(scores, scores, positions).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.parametrize("n_blocks", [256, 512, 1024, 1536, 2048])
+def test_scores_of_usual_contexts_are_read_where_they_are(n_blocks):
+    """16K to 128K tokens in blocks of 64: padding would be two kernels more in each layer of a step."""
+    scores = jax.ShapeDtypeStruct((16, 1, 2, n_blocks), jnp.float32)
+    choose = partial(mosaic_gpu.select_blocks, block_size=64, **DEFAULT._asdict())
+    traced = str(jax.make_jaxpr(choose)(scores, scores, jax.ShapeDtypeStruct((16, 1), jnp.int32)))
+    assert "select_blocks" in traced
+    assert " pad[" not in traced
+    odd = jax.ShapeDtypeStruct((16, 1, 2, n_blocks + 1), jnp.float32)
+    assert " pad[" in str(jax.make_jaxpr(choose)(odd, odd, jax.ShapeDtypeStruct((16, 1), jnp.int32)))
+
+
 def test_what_the_kernel_does_not_take_is_named():
     scores = jnp.zeros((1, 1, 1, 8))
     wide = jnp.zeros((1, 1, 1, 20_000))
