@@ -272,12 +272,12 @@ def read_descriptions(item: Path) -> None:
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Turn whatever is raised while `what` is read into an InputError that names it."""
+    ignore_abandoned_reads()  # before the first read: their complaints can come sooner than the failure itself
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # storage layers and tokenizers raise many kinds
-        ignore_abandoned_reads()
         cause: BaseException = error
         while cause.__cause__ is not None:  # orbax wraps the reason in a list of its handlers
             cause = cause.__cause__
