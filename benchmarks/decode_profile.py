@@ -28,7 +28,8 @@ from nosa_jax.ffi import HostPool
 from nosa_jax.infer import FrozenModel
 from nosa_jax.infer.environment import environment
 from nosa_jax.infer.random_contents import filled_state, random_model
-from nosa_jax.infer.throughput import SYSTEMS, WARM_UP_STEPS, Program, compile_steps
+from nosa_jax.infer.systems import SYSTEMS
+from nosa_jax.infer.throughput import WARM_UP_STEPS, Program, compile_steps
 from nosa_jax.infer.trace import synthetic_trace
 
 PRESETS = {"8b": NosaConfig.nosa_8b, "1b": NosaConfig.nosa_1b, "tiny": NosaConfig.tiny}

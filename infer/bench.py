@@ -1,4 +1,4 @@
-"""The command `nosa-bench`: decode throughput beside its floors, and traces of what a model selects."""
+"""The command `nosa-bench`: decode throughput beside its floors, serving, and traces of what a model selects."""
 
 import sys
 
@@ -7,15 +7,17 @@ from rich.console import Console
 
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
-from nosa_jax.infer import bench_throughput, bench_trace
+from nosa_jax.infer import bench_serve, bench_throughput, bench_trace
 from nosa_jax.infer.bench_cases import targets
 from nosa_jax.infer.bench_options import ThroughputOptions
 from nosa_jax.infer.bench_report import table
+from nosa_jax.infer.bench_serve import ServeOptions
 from nosa_jax.infer.bench_trace import TraceOptions
-from nosa_jax.infer.cli_output import WriteError
+from nosa_jax.infer.cli_output import WriteError, discard_output
 from nosa_jax.offload import OutOfPagesError
 
 USAGE = """usage: nosa-bench throughput [options]   time decode steps of the compared systems
+       nosa-bench serve [options]        serve requests that come and go with some of them
        nosa-bench trace [options]        record what a model selects, to be replayed
 Each lists its options with --help."""
 
@@ -23,16 +25,19 @@ Each lists its options with --help."""
 def main() -> int:
     """Entry point.
 
-    Returns 0; 1 if no row could be measured or a result not be written; 2 for bad input; 130 when interrupted.
+    Returns 0; 1 if nothing could be measured, a request failed or a result could not be written; 2 for bad input; 130
+    when interrupted.
     """
     command, *arguments = sys.argv[1:] or [""]
-    if command not in ("throughput", "trace"):
+    if command not in ("throughput", "serve", "trace"):
         print(USAGE, file=sys.stderr)
         return 0 if command in ("-h", "--help") else 2
     prog = f"nosa-bench {command}"
     try:
         if command == "trace":
             bench_trace.run(tyro.cli(TraceOptions, args=arguments, prog=prog))
+        elif command == "serve":
+            return bench_serve.main(tyro.cli(ServeOptions, args=arguments, prog=prog))
         else:
             return _throughput(tyro.cli(ThroughputOptions, args=arguments, prog=prog))
     except HostMemoryError as error:
@@ -41,6 +46,9 @@ def main() -> int:
         return 2
     except WriteError as error:
         print(f"nosa-bench: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has enough
+        discard_output()
         return 1
     except (InputError, MemoryError, OutOfPagesError) as error:
         print(f"nosa-bench: {error}", file=sys.stderr)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from nosa_jax.config import NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.infer.plan import parse_bytes
-from nosa_jax.infer.throughput import SYSTEMS, Measurement, System, beside_weights
+from nosa_jax.infer.systems import SYSTEMS, System
+from nosa_jax.infer.throughput import Measurement, beside_weights
 from nosa_jax.offload.layout import CacheLayout
 
 # Misses of InfLLMv2 with exactly C slots that the throughputs published with NOSA imply, at 16K tokens and 16 rows on

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nosa_jax.infer.throughput import SYSTEMS
+from nosa_jax.infer.systems import SYSTEMS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from nosa_jax.config import AttentionKind, NosaConfig
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer.bench_text import read_state, stretches
 from nosa_jax.infer.compiling import step_options
@@ -20,47 +19,13 @@ from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.plan import decode_bytes
 from nosa_jax.infer.random_contents import filled_state
 from nosa_jax.infer.rates import DeviceRates
+from nosa_jax.infer.systems import System
 from nosa_jax.infer.trace import SelectionTrace
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.state import init_state
 
 WARM_UP_STEPS = 64  # until tables of 2C slots hold what a replayed trace leaves in them
 BY_WEIGHTS, EVERY_BLOCK = "as it comes from the weights", "every block is attended to"
-
-
-@dataclass(frozen=True)
-class System:
-    """What decodes: which attention, and how many slots hold its blocks (None: every block has one)."""
-
-    name: str
-    attention: AttentionKind
-    slots_per_selected: float | None
-
-    def layout(self, config: NosaConfig, batch: int, context: int, *, overlap: bool = False) -> CacheLayout:
-        """The cache of so many rows of so many tokens; overlap as in `CacheLayout`, of no effect on a resident one."""
-        offload = self.slots_per_selected is not None
-        selected = config.budget_for(self.attention).total
-        slots = round(selected * self.slots_per_selected) if self.slots_per_selected is not None else selected
-        n_blocks = config.num_blocks(context)
-        slots = min(slots, max(selected, n_blocks))
-        return CacheLayout(config, self.attention, batch, context, offload, slots, overlap=overlap and offload)
-
-
-SYSTEMS = {
-    system.name: system
-    for system in (
-        System("dense", "dense", None),
-        System("infllmv2-c", "infllmv2", 1.0),
-        System("infllmv2", "infllmv2", 2.0),
-        System("infllmv2-resident", "infllmv2", None),
-        System("dma-c", "dma", 1.0),
-        System("dma", "dma", 2.0),
-        System("dma-resident", "dma", None),
-        System("nosa-c", "nosa", 1.0),
-        System("nosa", "nosa", 2.0),
-        System("nosa-resident", "nosa", None),
-    )
-}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from nosa_jax.infer.bench_options import ThroughputOptions
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.random_contents import random_model
 from nosa_jax.infer.rates import DeviceRates
-from nosa_jax.infer.throughput import SYSTEMS
+from nosa_jax.infer.systems import SYSTEMS
 from nosa_jax.weights.config_json import config_to_json
 
 TINY = ("--model", "tiny", "--layers", "1", "--host-budget", "16MiB")
@@ -293,6 +293,6 @@ def test_an_invalid_config_file_is_refused_by_name(monkeypatch, capsys, tmp_path
 def test_without_a_command_it_says_which_there_are(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys)
     assert code == 2
-    assert "nosa-bench throughput" in err
-    assert "nosa-bench trace" in err
+    for name in ("throughput", "serve", "trace"):
+        assert f"nosa-bench {name} " in err
     assert run(monkeypatch, capsys, "--help")[0] == 0

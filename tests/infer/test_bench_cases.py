@@ -8,7 +8,8 @@ from nosa_jax import NosaConfig
 from nosa_jax.config import AttentionKind
 from nosa_jax.errors import InputError
 from nosa_jax.infer.bench_cases import Case, largest_batch, target_cases, targets
-from nosa_jax.infer.throughput import SYSTEMS, Measurement, Timing, beside_weights
+from nosa_jax.infer.systems import SYSTEMS
+from nosa_jax.infer.throughput import Measurement, Timing, beside_weights
 
 
 def test_a_row_is_read_with_its_options():

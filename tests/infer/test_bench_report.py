@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from nosa_jax.infer.bench_report import describe, labels, table
-from nosa_jax.infer.throughput import BY_WEIGHTS, EVERY_BLOCK, SYSTEMS, Measurement
+from nosa_jax.infer.systems import SYSTEMS
+from nosa_jax.infer.throughput import BY_WEIGHTS, EVERY_BLOCK, Measurement
 
 ROW = Measurement(
     system="nosa-c", context=16_384, batch=16, slots=64, device_budget=None, steps_per_dispatch=8, overlap=False,

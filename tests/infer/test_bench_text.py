@@ -12,7 +12,7 @@ from nosa_jax.infer import Engine
 from nosa_jax.infer.bench_text import host_bytes, joined, read_state, read_texts, stretches
 from nosa_jax.infer.decode import decode_step
 from nosa_jax.infer.random_contents import filled_state, random_model
-from nosa_jax.infer.throughput import SYSTEMS
+from nosa_jax.infer.systems import SYSTEMS
 from nosa_jax.tokenizer import ByteTokenizer
 
 CONFIG = NosaConfig.tiny(num_layers=2, embed_dim=32, ffn_dim=32, num_heads=2, num_kv_heads=2, head_dim=16)

@@ -1,5 +1,7 @@
 """The JAX model against the float64 decoder: logits, selected blocks and gradients of small random models."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import nnx
 
 from nosa_jax.checkpoint import abstract_model, split_model
 from nosa_jax.config import NosaConfig
+from nosa_jax.infer.bench_models import read_config
 from tests.oracle import decoder
 from tests.oracle.compare import assert_close
 from tests.oracle.weights import checkpoint_shapes, model_with, random_weights, to_checkpoint
@@ -103,12 +106,19 @@ def test_gradients_match_finite_differences_of_the_oracle(remat):
         assert np.linalg.norm(grads[name]) > 0, name
 
 
+SHAPE_3B = Path(__file__).parents[2] / "benchmarks" / "shape_3b.json"
+
+
 @pytest.mark.parametrize(
     ("config", "count"),
-    [(NosaConfig.nosa_1b(), 1_622_179_896), (NosaConfig.nosa_8b(), 8_185_270_336)],
-    ids=["1b", "8b"],
+    [
+        (NosaConfig.nosa_1b(), 1_622_179_896),
+        (NosaConfig.nosa_8b(), 8_185_270_336),
+        (read_config(SHAPE_3B), 3_354_192_448),
+    ],
+    ids=["published 1b", "published 8b", "3b between them"],
 )
-def test_published_parameter_counts(config, count):
+def test_parameter_counts(config, count):
     """Shapes alone: nothing is allocated."""
     skeleton, params = abstract_model(config)
     assert sum(x.size for x in params.values()) == count
