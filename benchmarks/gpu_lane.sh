@@ -89,7 +89,9 @@ shapes() { # other sizes than the 8B one; those of 3B are not published, so the 
       dense:96K:max,budget=24GiB --steps-per-dispatch 1 8 --out "$out/shape_$(basename "$model" .json)" || return
   done
 }
-pools() { # whether decoding depends on how much host memory the blocks are spread over
+pools() { # whether reads and decode steps depend on how much host memory the blocks are spread over, and how it was pinned
+  nvcc -std=c++17 -O3 -arch=native benchmarks/host_mapping.cu -o "$out/host_mapping" &&
+    "$out/host_mapping" >"$out/host_mapping.json" && cat "$out/host_mapping.json" || return
   local gib
   for gib in 1 4 16 48; do
     "$python" benchmarks/decode_profile.py --layers 4 --rows 16 --overlap --graphs default --host-budget-gib "$gib" \

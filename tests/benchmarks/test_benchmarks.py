@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -140,3 +142,14 @@ def test_prompts_are_read_by_both_systems_in_one_run(tmp_path):
     assert all(row[way]["tokens_per_second"] > 0 for row in report["rows"] for way in ("at once", "in pieces"))
     assert report["planned_bytes_all_layers"]["256"] > 0
     assert "256 tokens: block-sparse reads" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", ["swap_graph.cu", "host_mapping.cu"])
+def test_cuda_programs_compile(tmp_path, name):
+    """Nothing can run them here."""
+    handlers = ["-I", FOLDER.parent / "ffi" / "csrc", "-isystem", jax.ffi.include_dir()]
+    command = ["nvcc", "-std=c++17", "-arch=sm_90", "-Werror", "all-warnings", *handlers, FOLDER / name]
+    done = subprocess.run([*command, "-o", tmp_path / "program"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
