@@ -8,19 +8,47 @@ itself is raised or long after, and say nothing that it does not say.
 import logging
 import re
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _NEVER_AWAITED = r"coroutine '(Store\._get_array_metadatas|_read_array_index_and_device_put)' was never awaited"
 _COMPLAINT = re.compile(
-    rf"Event loop is closed|Encountered error while reading array index|[A-Z_]+: Error reading |{_NEVER_AWAITED}"
+    r"Event loop is closed"
+    r"|Encountered error while reading array index.*"
+    r"|[A-Z_]+: Error reading .* in OCDBT database .*"
+    rf"|{_NEVER_AWAITED}",
+    re.DOTALL,
 )
 
+_lock = threading.Lock()
+_reading = 0  # reads that are going on
+_failed = False  # whether one has failed: there is no telling when its last complaint has come
 
-def ignore_abandoned_reads() -> None:
-    """From now on drop what abandoned reads cannot deliver; everything else goes on to where it went before.
 
-    To be called before the first read: a hook installed after a failure comes too late for some of them.
+@contextmanager
+def ignore_abandoned_reads() -> Iterator[None]:
+    """Drop what abandoned reads cannot deliver while reading, and from then on if that raises.
+
+    Everything else goes on to where it went before; so do such complaints as long as nothing has failed.
     """
+    global _reading, _failed
+    with _lock:
+        _install()
+        _reading += 1
+    try:
+        yield
+    except BaseException:
+        _failed = True
+        raise
+    finally:
+        with _lock:
+            _reading -= 1
+
+
+def _install() -> None:
+    """Before the first read: a hook that comes after a failure is too late for some of its complaints."""
     logging.getLogger("asyncio").addFilter(_says_something)  # adding it again changes nothing, as with the next one
     warnings.filterwarnings("ignore", _NEVER_AWAITED, RuntimeWarning)
     previous = sys.unraisablehook
@@ -36,7 +64,7 @@ def ignore_abandoned_reads() -> None:
 
 
 def _is_complaint(error: BaseException | None) -> bool:
-    return _COMPLAINT.match(str(error)) is not None
+    return (_reading > 0 or _failed) and _COMPLAINT.fullmatch(str(error)) is not None
 
 
 def _says_something(record: logging.LogRecord) -> bool:

@@ -272,9 +272,9 @@ def read_descriptions(item: Path) -> None:
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Turn whatever is raised while `what` is read into an InputError that names it."""
-    ignore_abandoned_reads()  # before the first read: their complaints can come sooner than the failure itself
     try:
-        yield
+        with ignore_abandoned_reads():
+            yield
     except InputError:
         raise
     except Exception as error:  # storage layers and tokenizers raise many kinds

@@ -13,7 +13,7 @@ import pytest
 
 from nosa_jax.infer import Engine, RequestStatus, SamplingParams, decode_step, step
 from nosa_jax.offload import CacheLayout, init_state
-from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, offloaded, random_model, random_tokens
+from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, P, offloaded, random_model, random_tokens
 
 
 @contextmanager
@@ -144,6 +144,23 @@ def test_nothing_compiles_after_warm_up(offload, at_once):
         group = model.config.num_kv_heads * engine.layout.page_bytes
         with Engine(model, host_budget=2 * group, **options) as small:
             small.warm_up(sampling=False)
+
+
+@pytest.mark.parametrize(("context", "blocks"), [(5, None), pytest.param(16, 1, marks=pytest.mark.slow)])
+def test_nothing_compiles_after_warm_up_of_a_plan_for_little_more_than_a_block(context, blocks):
+    """Promise 4: where no prompt that fills the first padded length leaves room for a step, and requests take some."""
+    model, rows = random_model(ONE_LAYER), 1
+    budget = None if blocks is None else blocks * ONE_LAYER.num_kv_heads * 2 * P * ONE_LAYER.head_dim * 4
+    with Engine(model, max_batch=rows, max_context=context, slots=C, host_budget=budget) as engine:
+        assert engine.plan.page_groups == (blocks or -(-context // P))
+        engine.warm_up()
+        room = min(context, engine.plan.page_groups * P)
+        with count_compilations() as compiled:
+            for n in range(1, room):
+                for heat in (0.0, 1.0):
+                    engine.generate([random_tokens(n)], SamplingParams(max_new_tokens=room - n, temperature=heat))
+        assert compiled == []
+        assert engine.metrics().steps == sum(2 * (room - n - 1) for n in range(1, room))
 
 
 IMPORTS = """

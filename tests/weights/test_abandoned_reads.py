@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from nosa_jax import abandoned_reads
 from nosa_jax.abandoned_reads import ignore_abandoned_reads
 from nosa_jax.checkpoint import export_model
 from tests.oracle.weights import model_with, random_weights
@@ -43,14 +44,6 @@ def test_damaged_arrays_are_reported_once(tmp_path) -> None:
     assert done.stderr == ""
 
 
-@pytest.fixture
-def unraisable(monkeypatch):
-    """What reaches the hook that was there before."""
-    seen = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda info: seen.append(str(info.exc_value)))
-    return seen
-
-
 class Broken:
     def __init__(self, message: str) -> None:
         self.message = message
@@ -59,18 +52,61 @@ class Broken:
         raise RuntimeError(self.message)
 
 
-def test_only_complaints_of_reads_are_kept_from_the_hook(unraisable) -> None:
-    ignore_abandoned_reads()
-    ignore_abandoned_reads()  # once is enough
-    for message in ("mine", "Event loop is closed"):
+@pytest.fixture
+def complain(monkeypatch, caplog):
+    """A function that complains in every way of an error, and returns how much of it is heard."""
+    heard = []
+    monkeypatch.setattr(abandoned_reads, "_failed", False)
+    monkeypatch.setattr(sys, "unraisablehook", lambda info: heard.append(str(info.exc_value)))
+
+    def complain(message: str) -> int:
+        heard.clear()
+        caplog.clear()
         Broken(message)
-    gc.collect()
-    assert unraisable == ["mine"]
+        gc.collect()
+        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=ValueError(message))
+        return heard.count(message) + len(caplog.records)
+
+    return complain
 
 
-def test_only_complaints_of_reads_are_kept_from_the_log(caplog) -> None:
-    ignore_abandoned_reads()
-    for message in ("mine", "Encountered error while reading array index: (slice(0, 24, 1),)"):
-        logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=RuntimeError(message))
-    logging.getLogger("asyncio").error("a line without an exception")
-    assert [record.exc_info and str(record.exc_info[1]) for record in caplog.records] == ["mine", None]
+def failed_read() -> None:
+    with ignore_abandoned_reads():
+        raise KeyError
+
+
+COMPLAINTS = [
+    "Event loop is closed",
+    "Encountered error while reading array index: (slice(0, 24, 1),). See full\nTensorStore details",
+    'OUT_OF_RANGE: Error reading shard entry {0} in "lm_head" in OCDBT database at local file "params/": [0, 1)',
+]
+OTHERS = ["mine", "Event loop is closed (mine)", "NOT_FOUND: Error reading my own file"]
+
+
+@pytest.mark.parametrize("message", COMPLAINTS)
+def test_complaints_are_dropped_while_reading_and_after_a_failure_alone(complain, message) -> None:
+    assert complain(message) == 2
+    with ignore_abandoned_reads():
+        assert complain(message) == 0
+        with ignore_abandoned_reads():  # of another thread, say
+            pass
+        assert complain(message) == 0
+    assert complain(message) == 2, "nothing has failed"
+    with pytest.raises(KeyError):
+        failed_read()
+    assert complain(message) == 0
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_what_others_say_is_heard(complain, message) -> None:
+    with ignore_abandoned_reads():
+        assert complain(message) == 2
+    with pytest.raises(KeyError):
+        failed_read()
+    assert complain(message) == 2
+
+
+def test_lines_without_an_exception_are_heard(complain, caplog) -> None:
+    with ignore_abandoned_reads():
+        logging.getLogger("asyncio").error("Event loop is closed")
+    assert [record.message for record in caplog.records] == ["Event loop is closed"]
