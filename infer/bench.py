@@ -3,13 +3,13 @@
 import sys
 
 import tyro
-from rich.console import Console
 
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
 from nosa_jax.infer import bench_serve, bench_throughput, bench_trace
 from nosa_jax.infer.bench_cases import targets
 from nosa_jax.infer.bench_options import ThroughputOptions
+from nosa_jax.infer.bench_output import show
 from nosa_jax.infer.bench_report import table
 from nosa_jax.infer.bench_serve import ServeOptions
 from nosa_jax.infer.bench_trace import TraceOptions
@@ -50,6 +50,10 @@ def main() -> int:
     except BrokenPipeError:  # the reader has enough
         discard_output()
         return 1
+    except OSError as error:  # stdout is on a full disk, say
+        discard_output()
+        print(f"nosa-bench: {error}", file=sys.stderr)
+        return 1
     except (InputError, MemoryError, OutOfPagesError) as error:
         print(f"nosa-bench: {error}", file=sys.stderr)
         return 2
@@ -61,7 +65,7 @@ def main() -> int:
 
 def _throughput(options: ThroughputOptions) -> int:
     results, made_with = bench_throughput.run(options)
-    Console(width=None if sys.stdout.isatty() else 172).print(table(results))
+    show(table(results))
     for origin in dict.fromkeys(r.locality for r in results):
         print(f"selection of {', '.join(dict.fromkeys(r.system for r in results if r.locality == origin))}: {origin}")
     shared = max((r.shared_pages for r in results), default=1.0)

@@ -1,8 +1,12 @@
-"""Where `nosa-bench` writes: tried before anything is measured, and what goes wrong later said in one line."""
+"""What `nosa-bench` writes: files, tried before anything is measured, and tables."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
 
 from nosa_jax.errors import InputError
 from nosa_jax.infer.cli_output import WriteError
@@ -13,11 +17,12 @@ def require_writable(out: Path, file: Path) -> None:
     try:
         with writing(out):
             file.parent.mkdir(parents=True, exist_ok=True)
-            existed = file.exists()
-            with file.open("ab"):
+            place = file.resolve()  # where a link leads, whether there is something or not
+            existed = place.exists()
+            with place.open("ab"):
                 pass
             if not existed:
-                file.unlink()
+                place.unlink()
     except WriteError as error:
         raise InputError(str(error)) from error
 
@@ -32,3 +37,9 @@ def writing(out: Path) -> Iterator[None]:
         raise WriteError(
             f"cannot write to {str(out)!r}: {reason}. Give --out a place that you may write to."
         ) from error
+
+
+def show(table: Table) -> None:
+    """Print a table, in full width where stdout is no terminal."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    Console(width=None if terminal else 172).print(table)

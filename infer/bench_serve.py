@@ -9,26 +9,27 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
 from nosa_jax.infer.bench_cases import system_named
 from nosa_jax.infer.bench_models import load, model_config, own_tokenizer
-from nosa_jax.infer.bench_output import require_writable, writing
+from nosa_jax.infer.bench_output import require_writable, show, writing
 from nosa_jax.infer.bench_text import joined, read_texts
-from nosa_jax.infer.engine import Engine, require_steps_per_dispatch
+from nosa_jax.infer.engine import Engine
 from nosa_jax.infer.environment import environment
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.metrics import Times
-from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, DoesNotFitError, format_bytes, parse_bytes
+from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, DoesNotFitError, format_bytes, make_plan, parse_bytes
 from nosa_jax.infer.systems import SYSTEMS, System
 from nosa_jax.infer.throughput import allocator_bytes
 from nosa_jax.infer.traffic import Arrival, Served, make_traffic, serve
 from nosa_jax.offload import OutOfPagesError
 
 REPORT = "serving.json"
+_MOST_REQUESTS = 1_000_000
+_LONGEST = 86_400  # seconds in which all requests come, on average
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ class ServeOptions:
     """Only so many layers of a preset or a config file."""
     systems: tuple[str, ...] = ("nosa", "dense")
     """nosa, infllmv2 (picks by score alone) and dma (by the eviction head alone) have 2C slots, with -c exactly C, with
-    -resident one for every block; dense attends to every block, all of them on the device."""
-    requests: int = 64
+    -resident one for every block; dense attends to every block, all of them on the device. Where the longest request
+    has no more blocks than there are slots, nothing is moved, and the output says so."""
+    requests: int = 32
     """How many come."""
     rate: float | None = None
     """Requests a second, at random times (a Poisson process). Default: all come at once."""
-    prompt_tokens: tuple[int, int] = (1024, 4096)
+    prompt_tokens: tuple[int, int] = (4096, 16_000)
     """Least and most tokens of a prompt; every number between is as likely."""
     new_tokens: tuple[int, int] = (64, 256)
     """Least and most tokens that a request gets."""
@@ -56,7 +58,7 @@ class ServeOptions:
     tokenizer: str | None = None
     """For --prompt-file: "bytes", or the path of a tokenizer.json. Default: the model's own."""
     rows: int = 16
-    """Requests that are decoded together at most. 0 stands for as many as both budgets hold."""
+    """Requests that are decoded together at most. 0 stands for as many as both budgets hold, and no more than come."""
     device_budget: str | None = None
     """For the cache and a step's workspace, beside the weights, like 24GiB."""
     host_budget: str | None = None
@@ -82,9 +84,10 @@ class ServeOptions:
 class ServedSystem:
     """One system and what it made of the requests.
 
+    slots: per row and KV head; None where every block of the longest request has one, and nothing is ever moved.
     planned_bytes: of device memory, weights included. in_use_bytes: what the device's allocator had given out
-    afterwards; None where it does not tell. same_tokens: requests that got the tokens that the first system of the same
-    attention gave them; None for that one.
+    afterwards; None where it does not tell. same_tokens: requests that got the tokens of `same_as`, the first system of
+    the same attention; None for that one.
     """
 
     system: str
@@ -95,7 +98,8 @@ class ServedSystem:
     in_use_bytes: int | None
     warm_up_seconds: float
     served: Served
-    same_tokens: int | None
+    same_as: str | None = None
+    same_tokens: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: without the tokens."""
@@ -103,8 +107,9 @@ class ServedSystem:
         return found | {
             "seconds": self.served.seconds,
             "tokens_per_second": self.served.tokens_per_second,
-            "failures": [f"{type(error).__name__}: {error}" for error in self.served.failures],
-            "metrics": _finite(dataclasses.asdict(self.served.metrics)),
+            "busy": self.served.busy,
+            "failures": self.served.failures,
+            "metrics": _finite(dataclasses.asdict(self.served.metrics) | {"hit_rate": self.served.metrics.hit_rate}),
         }
 
 
@@ -120,12 +125,15 @@ def check(options: ServeOptions) -> list[System]:
     """The systems that are asked for. Raises InputError for options that make no sense."""
     if not options.systems:
         raise InputError("--systems is empty; give at least one, or leave it out")
-    if options.requests < 1:
-        raise InputError(f"--requests {options.requests} must be at least 1")
-    if options.rate is not None and not 0 < options.rate < float("inf"):
+    if not 1 <= options.requests <= _MOST_REQUESTS:
+        raise InputError(f"--requests {options.requests} must lie in 1 .. {_MOST_REQUESTS:,}")
+    if options.rate is not None and not options.requests / _LONGEST <= options.rate < float("inf"):
         raise InputError(
-            f"--rate {options.rate} must be a positive number of requests a second; without, all come at once"
+            f"--rate {options.rate} must be a number of requests a second at which {options.requests} come within a "
+            f"day, at least {options.requests / _LONGEST:.3g}; without it, all come at once"
         )
+    if options.seed < 0:
+        raise InputError(f"--seed {options.seed} must be at least 0")
     for name in ("prompt_tokens", "new_tokens"):
         least, most = getattr(options, name)
         if not 1 <= least <= most:
@@ -137,7 +145,11 @@ def check(options: ServeOptions) -> list[System]:
     if options.rows == 0 and options.device_budget is None:
         raise InputError("--rows 0 takes as many as fit; give the --device-budget that they are to fit into")
     parse_bytes(options.device_budget), parse_bytes(options.host_budget)
-    require_steps_per_dispatch(options.steps_per_dispatch, options.max_context)
+    if not 1 <= options.steps_per_dispatch <= options.new_tokens[1]:
+        raise InputError(
+            f"--steps-per-dispatch {options.steps_per_dispatch} must lie in 1 .. {options.new_tokens[1]}, the most "
+            "tokens that a request gets"
+        )
     if options.tokenizer is not None and not options.prompt_file:
         raise InputError(f"--tokenizer {options.tokenizer!r} is for the text of --prompt-file; give that too")
     return [system_named(name) for name in dict.fromkeys(options.systems)]
@@ -152,11 +164,11 @@ def run(options: ServeOptions) -> list[ServedSystem]:
     """
     systems = check(options)
     config = model_config(options.model, options.layers)
-    for system in systems:
-        try:
-            system.layout(config, 1, options.max_context)
-        except ValueError as error:
-            raise InputError(f"{system.name} cannot serve such requests: {error}") from error
+    if options.max_context > config.max_context:
+        raise InputError(
+            f"--prompt-tokens and --new-tokens let a request have {options.max_context} tokens, and the model has "
+            f"{config.max_context} positions; lower one of them"
+        )
     text = None
     if options.prompt_file:
         own = own_tokenizer(options.model)
@@ -171,7 +183,7 @@ def run(options: ServeOptions) -> list[ServedSystem]:
     requests = describe_traffic(options, arrivals)
     print(f"{options.model}, {weights}, which select, {format_bytes(model.nbytes)}; {requests}", flush=True)
     made_with = environment() | {"weights": weights, "requests": requests}
-    options_as_text = {name: str(value) for name, value in dataclasses.asdict(options).items()}
+    asked = dataclasses.asdict(options) | {"out": None if options.out is None else str(options.out)}
     results: list[ServedSystem] = []
     left_out: list[str] = []
     for system in systems:
@@ -181,11 +193,12 @@ def run(options: ServeOptions) -> list[ServedSystem]:
         except (DoesNotFitError, HostMemoryError, OutOfPagesError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            why = "out of device memory" if isinstance(error, jax.errors.JaxRuntimeError) else str(error)
+            memory = "out of device memory; lower --rows, --device-budget or --prompt-tokens"
+            why = memory if isinstance(error, jax.errors.JaxRuntimeError) else str(error)
             left_out.append(f"{system.name}: {why}")
             print(f"\n{left_out[-1]}; left out", flush=True)
         if options.out is not None:
-            report = {**made_with, "options": options_as_text, "left_out": left_out,
+            report = {**made_with, "options": asked, "left_out": left_out,
                       "systems": [result.to_dict() for result in results]}  # fmt: skip
             with writing(options.out):
                 (options.out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
@@ -201,9 +214,7 @@ def _serve_with(
 ) -> ServedSystem:
     offload = system.slots_per_selected is not None
     budget = parse_bytes(options.device_budget)
-    with Engine(
-        model,
-        max_batch=options.rows or None,
+    sizes: dict[str, Any] = dict(
         max_context=options.max_context,
         attention=system.attention,
         offload=offload,
@@ -212,27 +223,38 @@ def _serve_with(
         device_budget=None if budget is None else budget + model.nbytes,
         host_budget=options.host_budget if offload else None,
         prefill_chunk=options.prefill_chunk,
-        steps_per_dispatch=options.steps_per_dispatch,
-    ) as engine:
+    )
+    rows = options.rows
+    if rows == 0:
+        plan = make_plan(model.config, weight_bytes=model.nbytes, max_batch=None, **sizes)
+        rows = min(plan.layout.max_batch, len(arrivals))
+    with Engine(model, max_batch=rows, steps_per_dispatch=options.steps_per_dispatch, **sizes) as engine:
+        layout, planned = engine.layout, engine.plan.device_bytes
+        if offload and engine.plan.page_groups < layout.n_blocks:
+            raise DoesNotFitError(
+                f"--host-budget {options.host_budget} holds {engine.plan.page_groups} blocks, and a request of "
+                f"{options.max_context} tokens has {layout.n_blocks}; give at least "
+                f"{format_bytes(layout.n_blocks * engine.plan.group_bytes)}, or shorter requests"
+            )
         warm_up = engine.warm_up(sampling=False)
         served = serve(engine, arrivals)
         told = allocator_bytes()
-        layout, planned = engine.layout, engine.plan.device_bytes
-    first = next((r for r in before if SYSTEMS[r.system].attention == system.attention), None)
-    same = None
-    if first is not None:
-        same = sum(ours == theirs for ours, theirs in zip(served.tokens, first.served.tokens, strict=True))
-    return ServedSystem(
+    result = ServedSystem(
         system=system.name,
         rows=layout.max_batch,
-        slots=layout.n_slots if offload else None,
+        slots=layout.n_slots if layout.n_slots < layout.n_blocks else None,
         overlap=layout.overlap,
         planned_bytes=planned,
         in_use_bytes=told["in_use"] if told else None,
         warm_up_seconds=warm_up,
         served=served,
-        same_tokens=same,
     )
+    first = next((r for r in before if SYSTEMS[r.system].attention == system.attention), None)
+    if first is None:
+        return result
+    pairs = zip(served.tokens, first.served.tokens, strict=True)
+    same = sum(ours is not None and ours == theirs for ours, theirs in pairs)
+    return dataclasses.replace(result, same_as=first.system, same_tokens=same)
 
 
 def describe_traffic(options: ServeOptions, arrivals: list[Arrival]) -> str:
@@ -248,7 +270,7 @@ def describe_traffic(options: ServeOptions, arrivals: list[Arrival]) -> str:
 
 def describe(result: ServedSystem) -> str:
     """A system's memory and speed in words, to be followed by its metrics."""
-    slots = "every block in a slot" if result.slots is None else f"{result.slots} slots"
+    slots = "every block in a slot, so none is moved" if result.slots is None else f"{result.slots} slots"
     in_use = "" if result.in_use_bytes is None else f", {format_bytes(result.in_use_bytes)} in use afterwards"
     return (
         f"{result.system}: {result.rows} rows, {slots}{', overlap' if result.overlap else ''}, "
@@ -273,7 +295,7 @@ def table(results: list[ServedSystem]) -> Table:
         m = r.served.metrics
         found.add_row(
             r.system, str(r.rows), "" if r.slots is None else str(r.slots), f"{r.served.tokens_per_second:,.1f}",
-            f"{m.busy_seconds / r.served.seconds:.0%}",
+            f"{r.served.busy:.0%}",
             ms(m.time_to_first_token, "p50"), ms(m.time_to_first_token, "p99"),
             ms(m.time_per_output_token, "p50"), ms(m.time_per_output_token, "p99"), ms(m.step_seconds, "p50"),
             f"{m.hit_rate:.1%}", f"{m.total.link_gb_per_s:.2f}", str(m.longest_queue), str(len(r.served.failures)),
@@ -285,9 +307,10 @@ def table(results: list[ServedSystem]) -> Table:
 def main(options: ServeOptions) -> int:
     """Serve and print; 1 if nothing could be served or a request failed."""
     results = run(options)
-    print()
-    Console(width=None if sys.stdout.isatty() else 172).print(table(results))
+    if results:
+        print()
+        show(table(results))
     for result in results:
         for failure in result.served.failures[:3]:
-            print(f"nosa-bench: {result.system}: a request failed: {failure}", file=sys.stderr)
+            print(f"nosa-bench: {result.system}: a request failed with {failure}", file=sys.stderr)
     return 0 if results and not any(result.served.failures for result in results) else 1

@@ -31,7 +31,7 @@ def make_traffic(
     text: Int[np.ndarray, " n"] | None = None,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Requests in the order of their arrival. The same arguments give the same ones.
+    """Requests in the order of their arrival. The same arguments give the same ones; with another rate, at other times.
 
     Args:
       number: of requests.
@@ -41,8 +41,8 @@ def make_traffic(
       text: token ids that prompts are stretches of, beginning anywhere and going on at its beginning behind its end;
         None for random ids below `vocab_size`.
     """
-    rng = np.random.default_rng(seed)
-    gaps = np.zeros(number) if rate is None else rng.exponential(1 / rate, number)
+    times, rng = (np.random.default_rng([seed, stream]) for stream in range(2))  # any rate has the same requests
+    gaps = np.zeros(number) if rate is None else times.exponential(1 / rate, number)
     lengths = rng.integers(*prompt_tokens, number, endpoint=True)
     limits = rng.integers(*new_tokens, number, endpoint=True)
     arrivals = []
@@ -60,18 +60,24 @@ class Served:
     """What became of some traffic.
 
     seconds: from the beginning until the last request had ended. tokens: of every request, None where it failed.
-    failures: what those failed with. metrics: of the engine.
+    failures: what those failed with, as text, since an exception keeps alive what its frames hold. metrics: of the
+    engine.
     """
 
     seconds: float
     tokens: list[list[int] | None]
-    failures: list[Exception]
+    failures: list[str]
     metrics: EngineMetrics
 
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens per second, times without work included."""
         return self.metrics.generated_tokens / self.seconds
+
+    @property
+    def busy(self) -> float:
+        """Share of the time that the engine worked: below 1 it waited for requests."""
+        return self.metrics.busy_seconds / self.seconds
 
 
 def serve(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
@@ -80,7 +86,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
     A request that fails fails by itself. The engine's metrics should be fresh: see `Engine.warm_up`.
     """
     tokens: list[list[int] | None] = []
-    failures: list[Exception] = []
+    failures: list[str] = []
     with engine.serving():
         start = time.perf_counter()
         handles = []
@@ -92,6 +98,6 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> Served:
                 tokens.append(handle.result().tokens)
             except Exception as error:  # of any kind: the others go on
                 tokens.append(None)
-                failures.append(error)
+                failures.append(f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - start
     return Served(seconds, tokens, failures, engine.metrics())

@@ -8,11 +8,13 @@ from pathlib import Path
 import jax
 import pytest
 from flax import nnx
+from rich.table import Table
 
 from nosa_jax import NosaConfig, NosaLM
 from nosa_jax.ffi import HostMemoryError
 from nosa_jax.infer import bench, bench_throughput, freeze
 from nosa_jax.infer.bench_options import ThroughputOptions
+from nosa_jax.infer.bench_output import require_writable, show
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.random_contents import random_model
 from nosa_jax.infer.rates import DeviceRates
@@ -256,6 +258,22 @@ def test_a_folder_that_fills_up_while_rows_are_measured_is_said(monkeypatch, cap
     )
     expected = f"cannot write to '{tmp_path}': No space left on device. Give --out a place that you may write to."
     assert (code, err) == (1, f"nosa-bench: {expected}\n")
+
+
+def test_trying_whether_a_file_can_be_written_leaves_what_there_is(tmp_path):
+    """No file, one with contents, and a link that leads to nothing yet."""
+    (tmp_path / "full").write_text("contents")
+    (tmp_path / "link").symlink_to(tmp_path / "later")
+    for name in ("none", "full", "link"):
+        require_writable(tmp_path, tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == {"full", "link"}
+    assert (tmp_path / "full").read_text() == "contents"
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_table_needs_no_stdout(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    show(Table("a table"))
 
 
 def test_layers_of_a_checkpoint_are_its_own(monkeypatch, capsys):

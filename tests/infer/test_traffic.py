@@ -37,6 +37,13 @@ def test_times_between_requests_are_exponential_with_the_mean_of_the_rate():
     assert {a.seconds for a in make_traffic(5, rate=None, **SIZES)} == {0.0}
 
 
+def test_another_rate_brings_the_same_requests():
+    by_rate = [make_traffic(20, rate=rate, seed=3, **SIZES) for rate in (None, 1.0, 5.0)]
+    first, *others = [[(a.prompt.tolist(), a.new_tokens) for a in arrivals] for arrivals in by_rate]
+    assert all(other == first for other in others)
+    assert by_rate[1][-1].seconds == pytest.approx(5 * by_rate[2][-1].seconds)
+
+
 def test_prompts_are_stretches_of_the_text_around_its_end():
     text = np.arange(10, dtype=np.int32)
     prompts = [a.prompt for a in make_traffic(200, rate=None, text=text, **SIZES)]
@@ -60,7 +67,7 @@ def test_a_request_that_fails_is_counted_and_the_others_get_what_they_get_alone(
     monkeypatch.setattr(scheduler, "prefill_row", fail)
     with engine_of() as engine:
         served = serve(engine, arrivals)
-    assert [str(error) for error in served.failures] == ["no room"]
+    assert served.failures == ["MemoryError: no room"]
     assert served.tokens == [alone[0], None, *alone[2:]]
     assert served.seconds >= arrivals[-1].seconds
     m = served.metrics
