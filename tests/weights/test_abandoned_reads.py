@@ -56,6 +56,7 @@ class Broken:
 def complain(monkeypatch, caplog):
     """A function that complains in every way of an error, and returns how much of it is heard."""
     heard = []
+    caplog.set_level(logging.ERROR, logger="asyncio")  # commands that ran in this process have set another
     monkeypatch.setattr(abandoned_reads, "_failed", False)
     monkeypatch.setattr(sys, "unraisablehook", lambda info: heard.append(str(info.exc_value)))
 
