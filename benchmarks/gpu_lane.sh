@@ -125,7 +125,7 @@ step plan 240
 step sanitize 300
 step suite 600
 step shapes 300
-step pools 200
+step pools 300
 step serving 400
 printf '%s\n' "${results[@]}" | tee "$out/lane.txt"
 ! printf '%s\n' "${results[@]}" | grep -q FAILED

@@ -51,7 +51,7 @@ def warm_up_prompts(plan: MemoryPlan, *, sampling: bool, at_once: int) -> tuple[
     """
     room = _prompt_room(plan)
     whole = min(plan.prefill_chunk, room)
-    # The first length is that of one token too, which leaves room for a step wherever there is any.
+    # One token has the first length too, and leaves room for a step wherever there is any.
     lengths = [min(n, whole) if index else 1 for index, n in enumerate(padded_lengths(plan.layout, whole))]
     requests = [(n, min(2, room + 1 - n), 0.0) for n in lengths]  # tokens, new ones, temperature
     # After a prompt of one token and the first new one, so many steps can be needed; nowhere are more.
