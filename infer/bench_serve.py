@@ -14,9 +14,9 @@ from rich.table import Table
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostMemoryError
 from nosa_jax.infer.bench_cases import system_named
-from nosa_jax.infer.bench_models import load, model_config, own_tokenizer
+from nosa_jax.infer.bench_models import load, model_config
 from nosa_jax.infer.bench_output import require_writable, show, writing
-from nosa_jax.infer.bench_text import joined, read_texts
+from nosa_jax.infer.bench_text import whole_text
 from nosa_jax.infer.engine import Engine
 from nosa_jax.infer.environment import environment
 from nosa_jax.infer.frozen import FrozenModel
@@ -25,7 +25,6 @@ from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, DoesNotFitError, format_b
 from nosa_jax.infer.systems import SYSTEMS, System
 from nosa_jax.infer.throughput import allocator_bytes
 from nosa_jax.infer.traffic import Arrival, Served, make_traffic, serve
-from nosa_jax.offload import OutOfPagesError
 
 REPORT = "serving.json"
 _MOST_REQUESTS = 1_000_000
@@ -144,14 +143,13 @@ def check(options: ServeOptions) -> list[System]:
         raise InputError(f"--rows {options.rows} must be at least 1, or 0 for as many as fit")
     if options.rows == 0 and options.device_budget is None:
         raise InputError("--rows 0 takes as many as fit; give the --device-budget that they are to fit into")
-    parse_bytes(options.device_budget), parse_bytes(options.host_budget)
+    for budget in (options.device_budget, options.host_budget):
+        parse_bytes(budget)
     if not 1 <= options.steps_per_dispatch <= options.new_tokens[1]:
         raise InputError(
             f"--steps-per-dispatch {options.steps_per_dispatch} must lie in 1 .. {options.new_tokens[1]}, the most "
             "tokens that a request gets"
         )
-    if options.tokenizer is not None and not options.prompt_file:
-        raise InputError(f"--tokenizer {options.tokenizer!r} is for the text of --prompt-file; give that too")
     return [system_named(name) for name in dict.fromkeys(options.systems)]
 
 
@@ -169,10 +167,7 @@ def run(options: ServeOptions) -> list[ServedSystem]:
             f"--prompt-tokens and --new-tokens let a request have {options.max_context} tokens, and the model has "
             f"{config.max_context} positions; lower one of them"
         )
-    text = None
-    if options.prompt_file:
-        own = own_tokenizer(options.model)
-        text = joined(read_texts(options.prompt_file, options.model, own, options.tokenizer), config.vocab_size)
+    text = whole_text(options.prompt_file, options.model, options.tokenizer, config.vocab_size)
     if options.out is not None:
         require_writable(options.out, options.out / REPORT)
     arrivals = make_traffic(
@@ -186,17 +181,21 @@ def run(options: ServeOptions) -> list[ServedSystem]:
     asked = dataclasses.asdict(options) | {"out": None if options.out is None else str(options.out)}
     results: list[ServedSystem] = []
     left_out: list[str] = []
+
+    def leave_out(system: System, why: str) -> None:
+        left_out.append(f"{system.name}: {why}")
+        print(f"\n{left_out[-1]}; left out", flush=True)
+
     for system in systems:
         try:
             results.append(_serve_with(system, model, arrivals, options, results))
             print(f"\n{describe(results[-1])}\n{results[-1].served.metrics}", flush=True)
-        except (DoesNotFitError, HostMemoryError, OutOfPagesError, jax.errors.JaxRuntimeError) as error:
-            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        except (DoesNotFitError, HostMemoryError) as error:
+            leave_out(system, str(error))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            memory = "out of device memory; lower --rows, --device-budget or --prompt-tokens"
-            why = memory if isinstance(error, jax.errors.JaxRuntimeError) else str(error)
-            left_out.append(f"{system.name}: {why}")
-            print(f"\n{left_out[-1]}; left out", flush=True)
+            leave_out(system, "out of device memory; lower --rows, --device-budget or --prompt-tokens")
         if options.out is not None:
             report = {**made_with, "options": asked, "left_out": left_out,
                       "systems": [result.to_dict() for result in results]}  # fmt: skip

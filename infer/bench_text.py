@@ -8,6 +8,7 @@ from jaxtyping import Int
 
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostPool
+from nosa_jax.infer.bench_models import own_tokenizer
 from nosa_jax.infer.cli_prompts import PromptReader
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK
@@ -51,6 +52,22 @@ def joined(texts: dict[str, np.ndarray], vocab_size: int) -> Int[np.ndarray, " n
                 "own tokenizer with --tokenizer"
             )
     return np.concatenate(list(texts.values())).astype(np.int32)
+
+
+def whole_text(files: Sequence[str], model: str, named: str | None, vocab_size: int) -> Int[np.ndarray, " n"] | None:
+    """All of --prompt-file as token ids; None without any, for random contents.
+
+    Args:
+      files, model, named: what --prompt-file, --model and --tokenizer name.
+
+    Raises:
+      InputError: a tokenizer without a text, or as for `read_texts` and `joined`.
+    """
+    if files:
+        return joined(read_texts(files, model, own_tokenizer(model), named), vocab_size)
+    if named is not None:
+        raise InputError(f"--tokenizer {named!r} is for the text of --prompt-file; give that too")
+    return None
 
 
 def stretches(text: Int[np.ndarray, " n"], rows: int, length: int) -> Int[np.ndarray, "rows length"]:

@@ -17,11 +17,11 @@ from nosa_jax.config import NosaConfig
 from nosa_jax.errors import InputError
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer.bench_cases import Case, compiler_options, system_named, target_cases, targets
-from nosa_jax.infer.bench_models import load, model_config, own_tokenizer
+from nosa_jax.infer.bench_models import load, model_config
 from nosa_jax.infer.bench_options import ThroughputOptions
 from nosa_jax.infer.bench_output import require_writable, writing
 from nosa_jax.infer.bench_report import describe, plot
-from nosa_jax.infer.bench_text import host_bytes, joined, read_texts
+from nosa_jax.infer.bench_text import host_bytes, whole_text
 from nosa_jax.infer.bench_traces import Traces
 from nosa_jax.infer.environment import environment
 from nosa_jax.infer.frozen import FrozenModel
@@ -90,16 +90,6 @@ def variants(case: Case, options: ThroughputOptions) -> Iterator[tuple[Case, Tim
             yield dataclasses.replace(case, overlap=overlap), _timing(options, steps)
 
 
-def read_text(options: ThroughputOptions, config: NosaConfig) -> np.ndarray | None:
-    """Token ids of all of --prompt-file; None where caches are filled at random. Raises InputError naming the file."""
-    if not options.prompt_file:
-        if options.tokenizer is not None:
-            raise InputError(f"--tokenizer {options.tokenizer!r} is for the text of --prompt-file; give that too")
-        return None
-    own = own_tokenizer(options.model)
-    return joined(read_texts(options.prompt_file, options.model, own, options.tokenizer), config.vocab_size)
-
-
 def contents(options: ThroughputOptions, rows: list[Row], text: np.ndarray | None) -> str:
     """In words, what caches are filled with, and whether there was enough of it."""
     if text is None:
@@ -165,7 +155,7 @@ def run(options: ThroughputOptions) -> tuple[list[Measurement], dict[str, Any]]:
     started = time.perf_counter()
     config = model_config(options.model, options.layers)
     compiler_options(options.xla_options)
-    text = read_text(options, config)
+    text = whole_text(options.prompt_file, options.model, options.tokenizer, config.vocab_size)
     rows = list(rows_to_measure(options, config))  # everything that can be refused is, before anything is made
     filled = contents(options, rows, text)
     if options.out is not None:
