@@ -27,6 +27,7 @@ from device_trace import device_events
 from nosa_jax import NosaConfig
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer import FrozenModel, decode_step, step
+from nosa_jax.infer.compiling import jit_in_place
 from nosa_jax.infer.environment import environment
 from nosa_jax.infer.random_contents import filled_state, random_model
 from nosa_jax.offload import CacheLayout, DecodeState
@@ -72,7 +73,7 @@ def time_steps(model: FrozenModel, layout: CacheLayout, options: Options) -> dic
     state = filled_state(layout, pool, options.context - 4 * options.steps - 60)
     tokens = jnp.zeros(layout.max_batch, jnp.int32)
 
-    @partial(jax.jit, donate_argnums=1)
+    @partial(jit_in_place, donate_argnums=1)
     def many_steps(model: FrozenModel, state: DecodeState) -> DecodeState:
         return jax.lax.fori_loop(0, options.steps, lambda _, s: step(model, s, s.logits.argmax(-1))[1], state)
 

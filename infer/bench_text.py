@@ -97,7 +97,7 @@ def read_state(model: FrozenModel, layout: CacheLayout, pool: HostPool | None, t
             f"bytes of host pages, and there are {pool.n_pages * layout.page_bytes:,}; raise --host-budget"
         )
     table = np.arange(groups, dtype=np.int32).reshape(layout.max_batch, -1)
-    state = init_state(layout, None if pool is None else pool.handle)
+    state = model.beside(init_state(layout, None if pool is None else pool.handle))
     for row, tokens in enumerate(text):
         state = start_row(state, row, table[row], layout.max_context, active=True)
         for start in range(0, len(tokens), DEFAULT_PREFILL_CHUNK):

@@ -1,5 +1,6 @@
 """How a decode step is best made on the device at hand, as measured on an H200."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,17 @@ def step_options(rows: int, *, replayed: bool = False) -> dict[str, Any] | None:
         return None
     options: dict[str, Any] = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE" if replayed else "CONCURRENT"}
     return options if rows < MANY_ROWS else options | {"xla_gpu_enable_triton_gemm": False}
+
+
+def jit_in_place(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
+    """`jax.jit` of a step whose new state lies where the one lay that it was given, leaf by leaf.
+
+    JAX drops arguments that are not read, such as the counts of the last step, and gives the memory of the others to
+    the first results of the same shape. Leaves would then change places in every step, and XLA would write their
+    addresses into its CUDA graph before each launch (docs/09). So all arguments are kept here; a function must give the
+    state first, and the rest of what is donated in the order of its arguments.
+    """
+    return jax.jit(function, keep_unused=True, **options)
 
 
 def overlap_pays(pairs: int) -> bool:

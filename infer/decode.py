@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.config import NosaConfig
 from nosa_jax.ffi import EvictionHead
-from nosa_jax.infer.compiling import step_options
+from nosa_jax.infer.compiling import jit_in_place, step_options
 from nosa_jax.infer.frozen import FrozenModel, MergedAttention, freeze
 from nosa_jax.infer.trace import replayed_ids
 from nosa_jax.model import DecoderLayer, NosaLM
@@ -58,7 +58,10 @@ def decode_step(
         )
     if tokens.shape != state.lengths.shape:
         raise ValueError(f"tokens has shape {tokens.shape}; each of the {state.lengths.shape[0]} rows needs one")
-    return _jitted_step(tokens.shape[0])(freeze(model), state, tokens)
+    state = _jitted_step(tokens.shape[0])(freeze(model), state, tokens)
+    # The state's own are written over by the next step. Were the copy a result of the step, XLA would use its memory
+    # for intermediate values too, and most of its CUDA graph would change with the address (docs/09).
+    return jnp.copy(state.logits), state
 
 
 def step(
@@ -69,6 +72,9 @@ def step(
     picks: Int[Array, "streams picks"] | None = None,
 ) -> tuple[Float[Array, "B V"], DecodeState]:
     """`decode_step` without its own jit, to be called from a jitted function of yours.
+
+    Donate the state there, return it before anything else, and give `jax.jit` `keep_unused=True`: else its leaves
+    change places in every step (docs/09). The logits are those of the new state.
 
     picks: one step of a `SelectionTrace`, to attend to in place of what was selected. The selection is computed all
       the same: this is for timing.
@@ -119,9 +125,13 @@ def step(
     )
 
 
+def _step_in_place(model: FrozenModel, state: DecodeState, tokens: jax.Array) -> DecodeState:
+    return step(model, state, tokens)[1]
+
+
 @functools.cache
-def _jitted_step(rows: int) -> Callable[..., tuple[jax.Array, DecodeState]]:
-    return jax.jit(step, donate_argnames="state", compiler_options=step_options(rows))
+def _jitted_step(rows: int) -> Callable[..., DecodeState]:
+    return jit_in_place(_step_in_place, donate_argnames="state", compiler_options=step_options(rows))
 
 
 def selected_blocks(

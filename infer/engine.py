@@ -1,8 +1,10 @@
 """Generation for requests that come and go, over a cache whose blocks live in host memory."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,18 +24,20 @@ from nosa_jax.infer.handle import RequestHandle
 from nosa_jax.infer.jobs import Job, make_job
 from nosa_jax.infer.metrics import EngineMetrics, Recorder
 from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, MemoryPlan, make_plan
-from nosa_jax.infer.prefill import piece_length, prefill_row
+from nosa_jax.infer.prefill import compile_piece, piece_length, prefill_row
 from nosa_jax.infer.progress import token_bar
 from nosa_jax.infer.requests import GenerationResult, Prompt, Request, check_prompts, make_requests
 from nosa_jax.infer.row_memory import RowMemory
 from nosa_jax.infer.row_steps import deactivate
 from nosa_jax.infer.sampling import SamplingParams
 from nosa_jax.infer.scheduler import Scheduler
-from nosa_jax.infer.warm_up import continuations, warm_up_prompts
+from nosa_jax.infer.warm_up import continuations, pieces_to_compile, warm_up_prompts
 from nosa_jax.model import NosaLM
 from nosa_jax.offload.pages import PageAllocator
 from nosa_jax.offload.state import DecodeState
 from nosa_jax.tokenizer import Tokenizer
+
+_COMPILING_TOGETHER = min(8, os.cpu_count() or 1)  # programs; the compiler needs some hundred megabytes for each
 
 
 def require_steps_per_dispatch(steps: int, max_context: int) -> None:
@@ -118,7 +122,7 @@ class Engine:
         self.layout = self.plan.layout
         self.max_queue = max_queue
         self.closed = False
-        self._memory = RowMemory(self.plan)
+        self._memory = RowMemory(self.plan, self.model.beside)
         self._pool = self._memory.pool
         self._scheduler = Scheduler(
             self.model, self._memory, tokenizer, prefill_chunk=prefill_chunk, steps_per_dispatch=steps_per_dispatch,
@@ -232,7 +236,18 @@ class Engine:
         self._check_idle("warm_up")
         start = time.perf_counter()
         prompts, params = warm_up_prompts(self.plan, sampling=sampling, at_once=self._scheduler.steps_per_dispatch)
-        for one, its in zip(prompts, params, strict=True):
+        # Compiling takes most of the time, and several threads can do it. The first prompt, which has the first piece
+        # and needs the decode steps, is run meanwhile.
+        with ThreadPoolExecutor(_COMPILING_TOGETHER) as threads:
+            compiling = [
+                threads.submit(compile_piece, self.model, self.layout, *piece)
+                for piece in pieces_to_compile(self.plan)[1:]
+            ]
+            for one, its in zip(prompts[:1], params, strict=False):
+                self.generate([one], its)
+            for piece in compiling:
+                piece.result()
+        for one, its in zip(prompts[1:], params[1:], strict=True):
             self.generate([one], its)
         self._warm_up_continuations()
         deactivate(jnp.zeros(self.layout.max_batch, bool), 0)  # what a cancellation needs

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float
 
 from nosa_jax.config import NosaConfig
@@ -55,6 +56,20 @@ class FrozenModel:
     def module(self) -> NosaLM:
         """The model as modules, around these parameters."""
         return nnx.merge(self.graph, self.parameters)
+
+    @property
+    def device(self) -> SingleDeviceSharding | None:
+        """The one device that parameters were put on by name, as those of checkpoints are; None if they were not."""
+        first = jax.tree.leaves(self.parameters)[0]
+        return first.sharding if first.committed and isinstance(first.sharding, SingleDeviceSharding) else None
+
+    def beside(self, arrays: Any) -> Any:
+        """Arrays on the model's device, by name too if it is.
+
+        JAX compiles a function once for arguments that were put somewhere by name and once for those that were not,
+        and what is computed with the former belongs to them. A state is to be of the same kind from its beginning.
+        """
+        return arrays if self.device is None else jax.device_put(arrays, self.device)
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.offload.layout import CacheLayout
 from nosa_jax.offload.rows import RowTokens, extend_row, layer_pages, pool_row, store_row
-from nosa_jax.offload.state import DecodeState, LayerCache
+from nosa_jax.offload.state import DecodeState, LayerCache, init_state
 from nosa_jax.pallas_kernels import NO_BLOCK, dense_attention, sparse_attention
 from nosa_jax.pallas_kernels.query_chunks import map_query_chunks
 from nosa_jax.selection import select
@@ -81,16 +81,43 @@ def prefill_row(
     layers = list(state.layers)
     for index, layer in enumerate(modules.layers):
         graph, parameters = nnx.split(layer)
-        x, layers[index] = _prefill_layer(
-            graph, parameters, x, layers[index], *numbers, jnp.asarray(index, jnp.int32), state.step,
+        x, leaves = _prefill_layer(
+            graph, parameters, x, jax.tree.leaves(layers[index]), *numbers, jnp.asarray(index, jnp.int32), state.step,
             state.page_table, state.handle, layout=layout, earlier=padded_length(start, layout) if start else 0,
         )  # fmt: skip
+        layers[index] = LayerCache(*leaves)
     logits = _last_logits(*nnx.split(modules), x, numbers[2])
     return state.replace(
         layers=tuple(layers),
         lengths=state.lengths.at[row].set(start + count),
         logits=state.logits.at[row].set(logits),
     )
+
+
+def compile_piece(model: FrozenModel, layout: CacheLayout, length: int, earlier: int) -> None:
+    """Compile what `prefill_row` runs for a piece of this padded length, after others of the padded length `earlier`.
+
+    From any thread; nothing is run and no array is made. A call of `prefill_row` finds the programs afterwards.
+    """
+
+    def of_state() -> tuple[list[Array], Array, Array, Array]:
+        state = init_state(layout)
+        return jax.tree.leaves(state.layers[0]), state.step, state.page_table, state.handle
+
+    def placed(shapes: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=model.device), shapes)
+
+    cache, step, page_table, handle = placed(jax.eval_shape(of_state))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    modules = model.module()
+    whole = nnx.split(modules)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    x = placed(jax.eval_shape(partial(_embed, whole[0]), whole[1], tokens))
+    _embed.lower(*whole, tokens).compile()
+    _prefill_layer.lower(
+        *nnx.split(modules.layers[0]), x, cache, *[number] * 4, step, page_table, handle, layout=layout, earlier=earlier
+    ).compile()
+    _last_logits.lower(*whole, x, number).compile()
 
 
 @partial(jax.jit, static_argnums=0)
@@ -109,7 +136,7 @@ def _prefill_layer(
     graph: Any,
     parameters: Any,
     x: jax.Array,
-    cache: LayerCache,
+    leaves: list[Array],
     row: Array,
     start: Array,
     count: Array,
@@ -120,8 +147,9 @@ def _prefill_layer(
     *,
     layout: CacheLayout,
     earlier: int,
-) -> tuple[jax.Array, LayerCache]:
-    config = layout.config
+) -> tuple[jax.Array, list[Array]]:
+    """One layer of a piece; leaves: of its `LayerCache`, in the order of the fields."""
+    config, cache = layout.config, LayerCache(*leaves)
     layer = nnx.merge(graph, parameters)
     offsets = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     positions = start + offsets
@@ -162,4 +190,4 @@ def _prefill_layer(
         )
         selected = block_ids[0, count - 1]
     cache = store_row(cache, tokens, pooling, selected, row, start, length, step, pages, layout)
-    return map_query_chunks(layer.finish, (x, heads), TOKEN_CHUNK), cache
+    return map_query_chunks(layer.finish, (x, heads), TOKEN_CHUNK), jax.tree.leaves(cache)

@@ -1,5 +1,7 @@
 """The two memories behind the rows: the host pool with its pages, and the state that holds the slots."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from nosa_jax.ffi import HostPool
@@ -13,12 +15,15 @@ from nosa_jax.offload.state import DecodeState, init_state
 class RowMemory:
     """Owns an engine's host pages and says which row has which.
 
+    Args:
+      place: puts a new state where the model is.
+
     Raises:
       HostMemoryError: the pool does not fit into the machine's free memory.
     """
 
-    def __init__(self, plan: MemoryPlan) -> None:
-        self.plan, self.layout = plan, plan.layout
+    def __init__(self, plan: MemoryPlan, place: Callable[[DecodeState], DecodeState]) -> None:
+        self.plan, self.layout, self._place = plan, plan.layout, place
         self.pool: HostPool | None = None
         if self.layout.offload:
             self.pool = HostPool(plan.page_groups * self.layout.pages_per_block, self.layout.page_bytes)
@@ -40,7 +45,7 @@ class RowMemory:
 
     def new_state(self) -> DecodeState:
         """An empty state over the pages."""
-        return init_state(self.layout, None if self.pool is None else self.pool.handle)
+        return self._place(init_state(self.layout, None if self.pool is None else self.pool.handle))
 
     def check(self) -> None:
         """Raise what steps on a GPU could only record."""

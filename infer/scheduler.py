@@ -68,8 +68,8 @@ class Scheduler:
         self._reading: deque[Job] = deque()
         self._decoding: dict[int, Job] = {}
         self._in_flight: deque[InFlight] = deque()
-        self._sampling = empty_sampling(self.layout.max_batch)
-        self._tokens = jnp.zeros(self.layout.max_batch, jnp.int32)
+        self._sampling = self.model.beside(empty_sampling(self.layout.max_batch))
+        self._tokens = self.model.beside(jnp.zeros(self.layout.max_batch, jnp.int32))
         self._read_at = 0.0
 
     # From any thread.

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from nosa_jax.ffi import HostPool
 from nosa_jax.infer.bench_text import read_state, stretches
-from nosa_jax.infer.compiling import step_options
+from nosa_jax.infer.compiling import jit_in_place, step_options
 from nosa_jax.infer.decode import step
 from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.plan import decode_bytes
@@ -165,7 +165,7 @@ def compile_steps(
         return jax.tree.leaves(one(jnp.zeros(()), state) if steps == 1 else jax.lax.fori_loop(0, steps, one, state))
 
     options = (step_options(layout.max_batch, replayed=picks is not None) or {}) | (compiler_options or {})
-    jitted = jax.jit(many, donate_argnums=1, compiler_options=options or None)
+    jitted = jit_in_place(many, donate_argnums=1, compiler_options=options or None)
     lowered = jitted.lower(leaves, jax.eval_shape(empty), picks)
     traced = time.perf_counter() - start
     compiled = lowered.compile()

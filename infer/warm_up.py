@@ -42,6 +42,13 @@ def continuations(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     return found
 
 
+def pieces_to_compile(plan: MemoryPlan) -> list[tuple[int, int]]:
+    """(padded length of a piece, padded length of what was read before it) of every program that reads prompts."""
+    layout = plan.layout
+    first = [(length, 0) for length in padded_lengths(layout, min(plan.prefill_chunk, _prompt_room(plan)))]
+    return first + [(length, padded_length(start, layout)) for start, _, length in continuations(plan)]
+
+
 def warm_up_prompts(plan: MemoryPlan, *, sampling: bool, at_once: int) -> tuple[list[np.ndarray], list[SamplingParams]]:
     """Prompts whose reading and decoding compiles everything that a request within the plan can need (docs/09).
 

@@ -70,7 +70,7 @@ def run_steps(model: FrozenModel, state: DecodeState, tokens: np.ndarray | int, 
     for t in range(tokens if greedy else tokens.shape[1]):
         chosen = state.logits.argmax(axis=-1) if greedy else jnp.asarray(tokens[:, t])
         logits, state = step(model, state, chosen)
-        records.append((logits, selected_ids(state), *state.last))
+        records.append((logits, selected_ids(state), *(np.asarray(counts) for counts in state.last)))
     return Trace(*(np.stack([np.asarray(x) for x in column]) for column in zip(*records, strict=True)), state=state)
 
 

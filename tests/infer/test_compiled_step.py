@@ -1,8 +1,10 @@
 """The compiled decode step: in place, without large temporaries, compiled once (CASES J2 and J4, promise 4)."""
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nosa_jax.infer import Engine, RequestStatus, SamplingParams, decode_step, step
+from nosa_jax.infer import Engine, RequestStatus, SamplingParams, decode_step, freeze, step
+from nosa_jax.infer.compiling import jit_in_place
+from nosa_jax.infer.warm_up import pieces_to_compile
 from nosa_jax.offload import CacheLayout, init_state
 from tests.infer.cases import ONE_LAYER, ROWS, SMALL, C, P, offloaded, random_model, random_tokens
 
@@ -41,37 +45,63 @@ def test_j2_no_temporary_as_large_as_a_layers_slots(offload):
 
     def advance(model, leaves, tokens):
         logits, state = step(model, structure.unflatten(leaves), tokens)
-        return logits, jax.tree.leaves(state)
+        return jax.tree.leaves(state), logits
 
     shapes = jax.eval_shape(lambda: jax.tree.leaves(init_state(layout)))
     tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
-    compiled = jax.jit(advance, donate_argnums=1).lower(model, shapes, tokens).compile()
+    compiled = jit_in_place(advance, donate_argnums=1).lower(model, shapes, tokens).compile()
     memory = compiled.memory_analysis()
     slots = 2 * config.num_kv_heads * layout.n_slots * layout.page_bytes
     print(f"temporaries {memory.temp_size_in_bytes:,} B, one layer's slots {slots:,} B")
     assert memory.temp_size_in_bytes < slots / 2
-    counts_of_last_step = 4 * config.num_layers * 2 * config.num_kv_heads * 4  # written, never read
-    assert memory.alias_size_in_bytes >= layout.device_bytes() - counts_of_last_step
+    assert memory.alias_size_in_bytes >= layout.device_bytes()
 
 
 def test_j2_the_cache_stays_where_it_is_and_the_old_state_is_gone():
-    """J2: ten steps with the same buffers; a state that was stepped cannot be used again."""
+    """J2: ten steps with the same buffers, each leaf in its own, so that CUDA graphs of a step need no new addresses; a
+    state that was stepped cannot be used again."""
     model = random_model()
     with offloaded(model) as engine:
         state = engine.prefill([random_tokens(33), random_tokens(11)])
         places = [layer.slots.unsafe_buffer_pointer() for layer in state.layers]
-        pooled = [layer.pooled_k.unsafe_buffer_pointer() for layer in state.layers]
-        for t in range(10):
+        _, state = decode_step(model, state, np.zeros(ROWS, np.int32))
+        assert [layer.slots.unsafe_buffer_pointer() for layer in state.layers] == places
+        # From here on all of them; a small array that came from the host may have had memory that NumPy owns.
+        places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+        for t in range(9):
             old = state
             _, state = decode_step(model, state, np.full(ROWS, t, np.int32))
-            assert [layer.slots.unsafe_buffer_pointer() for layer in state.layers] == places
-            assert [layer.pooled_k.unsafe_buffer_pointer() for layer in state.layers] == pooled
+            assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)] == places
         with pytest.raises(
             ValueError, match=r"this state was given to an earlier decode_step.*go on with the state that"
         ):
             decode_step(model, old, np.zeros(ROWS, np.int32))
         # The refused call has not touched the new one.
         assert np.isfinite(decode_step(model, state, np.zeros(ROWS, np.int32))[0]).all()
+
+
+@pytest.mark.parametrize(
+    "placed", [pytest.param(False, marks=pytest.mark.slow, id="made here"), pytest.param(True, id="of a checkpoint")]
+)
+def test_warm_up_compiles_each_program_once(placed, caplog):
+    """Several at a time ahead, and the requests that are run then find them. JAX tells arrays apart that were put on a
+    device by name, as checkpoints' are; the rest of a step is put there too, or it would be compiled again."""
+    model = freeze(random_model(ONE_LAYER.replace(embed_dim=48 if placed else 80)))  # shapes of no other test
+    if placed:
+        model = jax.device_put(model, jax.devices()[0])
+    with Engine(model, max_batch=2, max_context=60, prefill_chunk=16) as engine:
+        pieces = pieces_to_compile(engine.plan)
+        assert len({earlier for _, earlier in pieces}) > 2
+        with caplog.at_level("WARNING"):
+            jax.config.update("jax_log_compiles", True)  # in all threads, unlike `jax.log_compiles`
+            try:
+                engine.warm_up()
+            finally:
+                jax.config.update("jax_log_compiles", False)
+    compiled = Counter(re.findall(r"^Compiling jit\((\w+)\)", "\n".join(caplog.messages), re.MULTILINE))
+    assert compiled["_prefill_layer"] == len(pieces)
+    assert compiled["generate_steps"] == 2  # greedy, and with a temperature
+    assert compiled["_start_row"] == compiled["_set_row"] == 1
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nosa_jax import NosaConfig, NosaLM, selection
-from nosa_jax.infer import compiling, freeze, plan, prefill, step
+from nosa_jax.infer import compiling, decode, freeze, plan, prefill
 from nosa_jax.infer.row_steps import steps_function
 from nosa_jax.infer.sampling import empty_sampling
 from nosa_jax.offload import CacheLayout, init_state
@@ -64,7 +64,9 @@ def decode_step(batch: int, context: int, *, offload: bool, overlap: bool = Fals
     state = jax.eval_shape(lambda: init_state(layout))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     options = options_on_a_gpu(batch)
-    compiled = compile_for_h200(step, model, state, tokens, donate_argnums=1, compiler_options=options)
+    compiled = compile_for_h200(
+        decode._step_in_place, model, state, tokens, donate_argnums=1, keep_unused=True, compiler_options=options
+    )
     return compiled, plan.decode_bytes(layout)
 
 
@@ -81,7 +83,9 @@ def decode_steps(batch: int, context: int, *, steps: int, greedy: bool, overlap:
         return steps_function(structure, batch).__wrapped__(*args, steps=steps, greedy=greedy, record=False)
 
     options = options_on_a_gpu(batch)
-    compiled = compile_for_h200(run, leaves, state, tokens, sampling, donate_argnums=(1, 3), compiler_options=options)
+    compiled = compile_for_h200(
+        run, leaves, state, tokens, sampling, donate_argnums=(1, 2, 3), keep_unused=True, compiler_options=options
+    )
     return compiled, plan.decode_bytes(layout)
 
 
@@ -98,7 +102,8 @@ def prefill_layer(context: int, piece: int):
         return run(graph, parameters, x, cache, *rest, layout=layout, earlier=0 if piece == context else context)
 
     rest = (*[number] * 5, state.page_table, state.handle)
-    compiled = compile_for_h200(layer, parameters, x, state.layers[0], *rest, donate_argnums=(1, 2))
+    cache = jax.tree.leaves(state.layers[0])
+    compiled = compile_for_h200(layer, parameters, x, cache, *rest, donate_argnums=(1, 2))
     return compiled, plan.prefill_bytes(config, context, piece)
 
 

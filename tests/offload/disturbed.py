@@ -10,7 +10,7 @@ import pytest
 
 from nosa_jax.ffi import assign_slots
 from nosa_jax.infer import decode
-from nosa_jax.infer.compiling import step_options
+from nosa_jax.infer.compiling import jit_in_place, step_options
 from nosa_jax.offload.state import DecodeState, LayerCache
 
 
@@ -44,7 +44,7 @@ class Disturbed:
         # A function of its own for each instance and number of rows: what was traced outside, or by others, must not be
         # used. Compiled as `decode_step` is, since how kernels of a step may overlap is what is tried.
         self._jitted = cache(
-            lambda rows: jax.jit(
+            lambda rows: jit_in_place(
                 lambda model, state, tokens: decode.step(model, state, tokens),
                 donate_argnums=1,
                 compiler_options=step_options(rows),
