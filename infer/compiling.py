@@ -20,12 +20,15 @@ def step_options(rows: int, *, replayed: bool = False) -> dict[str, Any] | None:
 
     With many rows the products of hidden states and weights are left to cuBLAS, whose sums are rounded otherwise than
     those of Triton, which XLA picks by itself. Within a step of 64 rows they took 13 us less a layer, at 16 rows 5 us
-    more; at 32 rows a step of four layers took 5 % less (docs/09).
+    more; at 32 rows a step of four layers took 5 % less (docs/09). XLA then must not merge products of the same hidden
+    states whose weights are small, as those of the 1B shape: it would copy the weights together in every step.
     """
     if jax.default_backend() != "gpu":
         return None
     options: dict[str, Any] = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE" if replayed else "CONCURRENT"}
-    return options if rows < MANY_ROWS else options | {"xla_gpu_enable_triton_gemm": False}
+    if rows >= MANY_ROWS:
+        options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    return options
 
 
 def jit_in_place(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:

@@ -1,5 +1,6 @@
 """Compiles what a GPU runs for an H200, on a machine without one: `python compile_for_h200.py CASE`, with JAX's CUDA
-plugin on the path. Prints a line of JSON: bytes of temporaries and of copies, the plan's bound, custom calls, loops.
+plugin on the path. Prints a line of JSON: bytes of temporaries, elements of what is copied and joined, the plan's
+bound, custom calls, loops.
 
 XLA and the kernels' compiler need a description of the device, not the device. Only what runs is missing.
 """
@@ -57,8 +58,8 @@ def options_on_a_gpu(rows: int):
         return compiling.step_options(rows)
 
 
-def decode_step(batch: int, context: int, *, offload: bool, overlap: bool = False):
-    config = NosaConfig.nosa_8b(num_layers=2, param_dtype="bfloat16")
+def decode_step(batch: int, context: int, *, offload: bool, overlap: bool = False, shape=NosaConfig.nosa_8b):
+    config = shape(num_layers=2, param_dtype="bfloat16")
     layout = CacheLayout(config, "nosa", batch, context, offload, 2 * config.budget.total, overlap)
     model = jax.eval_shape(lambda: freeze(NosaLM.from_config(config)))
     state = jax.eval_shape(lambda: init_state(layout))
@@ -129,6 +130,9 @@ CASES = {
     "decode, resident": lambda: decode_step(4, 65_536, offload=False),
     "decode, eight steps at once": lambda: decode_steps(16, 65_536, steps=8, greedy=False),
     "decode, overlapped": lambda: decode_step(16, 65_536, offload=True, overlap=True),
+    "decode, many rows of small matrices": lambda: decode_step(
+        64, 65_536, offload=True, overlap=True, shape=NosaConfig.nosa_1b
+    ),
     "decode, eight steps at once, overlapped": lambda: decode_steps(16, 65_536, steps=8, greedy=False, overlap=True),
     "prefill, 128K at once": lambda: prefill_layer(131_072, 131_072),
     "prefill, a piece of 128K": lambda: prefill_layer(131_072, 8192),
@@ -142,6 +146,12 @@ CASES = {
 }
 
 
+def made_by(operation: str, text: str) -> list[int]:
+    """Elements of every result of an operation in a compiled program, ascending."""
+    shapes = re.findall(rf" = \w+\[([\d,]+)\]\S* {operation}\(", text)
+    return sorted(int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes)
+
+
 def main() -> None:
     for module in (dispatch, selection, plan):
         module.why_no_kernels = lambda: None  # there is no device to ask
@@ -152,8 +162,8 @@ def main() -> None:
             {
                 "temporaries": memory.temp_size_in_bytes,
                 "not_aliased": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-                "copied": sorted(int(np.prod([int(d) for d in m.split(",")]))
-                                 for m in re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", text)),
+                "copied": made_by("copy", text),
+                "joined": made_by("concatenate", text),
                 "bound": bound,
                 "calls": text.count('custom_call_target="mosaic_gpu_v2"'),
                 "trips": [int(n) for n in re.findall(r'"known_trip_count":\{"n":"(\d+)"', text)],
