@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$(realpath -m "${1:?usage: benchmarks/gpu_lane.sh OUT}")
 mkdir -p "$out"
 python=${PYTHON:-.venv/bin/python}
-steps=${STEPS:-build tests throughput profile kernels parity swap decode prefill plan sanitize suite shapes pools serving}
+steps=${STEPS:-build tests throughput profile kernels parity swap decode prefill plan sanitize suite shapes pools serving whole_prefill}
 lane_seconds=${LANE_SECONDS:-7200}
 results=()
 export out python
@@ -61,6 +61,9 @@ parity() { "$python" benchmarks/model_parity.py --out "$out"; }
 swap() { "$python" benchmarks/swap.py --out "$out"; }
 decode() { "$python" benchmarks/decode_step.py --out "$out"; }
 prefill() { "$python" benchmarks/prefill.py --seconds $((SECONDS_LEFT - 30)) --out "$out"; }
+whole_prefill() { # all layers of the 8B shape: how long a prompt of 128K tokens takes, and what memory
+  "$python" benchmarks/prefill.py --layers 32 --contexts 131072 --systems nosa --rounds 1 --out "$out/whole_prefill"
+}
 plan() { XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest -m gpu -s tests/infer/test_plan_on_gpu.py; }
 sanitize() { # all of it, whatever one of them finds
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -110,7 +113,8 @@ suite() { # the tests that run anywhere, with this GPU as the default device; sl
   "${run[@]}" -m "slow and not gpu" -k "not soak and not workspace and not by_command" || status=$?
   return "$status"
 }
-export -f build tests throughput profile kernels parity swap decode prefill plan sanitize suite shapes pools serving
+export -f build tests throughput profile kernels parity swap decode prefill plan sanitize suite shapes pools serving \
+  whole_prefill
 
 step build 240
 step tests 420
@@ -124,8 +128,9 @@ step prefill 270
 step plan 240
 step sanitize 300
 step suite 600
-step shapes 300
+step shapes 420
 step pools 300
 step serving 400
+step whole_prefill 200
 printf '%s\n' "${results[@]}" | tee "$out/lane.txt"
 ! printf '%s\n' "${results[@]}" | grep -q FAILED

@@ -238,15 +238,18 @@ class Engine:
         prompts, params = warm_up_prompts(self.plan, sampling=sampling, at_once=self._scheduler.steps_per_dispatch)
         # Compiling takes most of the time, and several threads can do it. The first prompt, which has the first piece
         # and needs the decode steps, is run meanwhile.
-        with ThreadPoolExecutor(_COMPILING_TOGETHER) as threads:
-            compiling = [
+        threads = ThreadPoolExecutor(_COMPILING_TOGETHER)
+        try:
+            ahead = [
                 threads.submit(compile_piece, self.model, self.layout, *piece)
                 for piece in pieces_to_compile(self.plan)[1:]
             ]
-            for one, its in zip(prompts[:1], params, strict=False):
+            for one, its in zip(prompts[:1], params[:1], strict=True):
                 self.generate([one], its)
-            for piece in compiling:
+            for piece in ahead:
                 piece.result()
+        finally:  # an interrupt does not wait for those that have not begun
+            threads.shutdown(cancel_futures=True)
         for one, its in zip(prompts[1:], params[1:], strict=True):
             self.generate([one], its)
         self._warm_up_continuations()
