@@ -236,21 +236,15 @@ class Engine:
         self._check_idle("warm_up")
         start = time.perf_counter()
         prompts, params = warm_up_prompts(self.plan, sampling=sampling, at_once=self._scheduler.steps_per_dispatch)
-        # Compiling takes most of the time, and several threads can do it. The first prompt, which has the first piece
-        # and needs the decode steps, is run meanwhile.
+        # Compiling takes most of the time, and several threads can do it; first, while the rows have no memory yet.
         threads = ThreadPoolExecutor(_COMPILING_TOGETHER)
         try:
-            ahead = [
-                threads.submit(compile_piece, self.model, self.layout, *piece)
-                for piece in pieces_to_compile(self.plan)[1:]
-            ]
-            for one, its in zip(prompts[:1], params[:1], strict=True):
-                self.generate([one], its)
-            for piece in ahead:
+            pieces = pieces_to_compile(self.plan)
+            for piece in [threads.submit(compile_piece, self.model, self.layout, *piece) for piece in pieces]:
                 piece.result()
         finally:  # an interrupt does not wait for those that have not begun
             threads.shutdown(cancel_futures=True)
-        for one, its in zip(prompts[1:], params[1:], strict=True):
+        for one, its in zip(prompts, params, strict=True):
             self.generate([one], its)
         self._warm_up_continuations()
         deactivate(jnp.zeros(self.layout.max_batch, bool), 0)  # what a cancellation needs
