@@ -102,7 +102,7 @@ pools() { # whether reads and decode steps depend on how much host memory the bl
   done
 }
 serving() { # whole engines: prompts are read, rows come and go
-  "$python" -m nosa_jax.infer.bench serve --systems nosa nosa-c nosa-resident dense --requests 24 --rows 16 \
+  "$python" -m nosa_jax.infer.bench serve --systems nosa dense nosa-resident nosa-c --requests 24 --rows 16 \
     --prompt-tokens 2048 12288 --new-tokens 64 256 --device-budget 24GiB --out "$out"
 }
 suite() { # the tests that run anywhere, with this GPU as the default device; slow ones too, but for those about time or
@@ -130,7 +130,7 @@ step sanitize 300
 step suite 600
 step shapes 420
 step pools 300
-step serving 400
-step whole_prefill 200
+step serving 500
+step whole_prefill 300
 printf '%s\n' "${results[@]}" | tee "$out/lane.txt"
 ! printf '%s\n' "${results[@]}" | grep -q FAILED

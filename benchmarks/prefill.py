@@ -9,11 +9,9 @@ over the rate of a large matrix product measured in the same run. On a GPU the k
 """
 
 import json
-import os
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +26,7 @@ from nosa_jax import NosaConfig, NosaLM
 from nosa_jax.infer import Engine, FrozenModel, freeze
 from nosa_jax.infer.environment import environment
 from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, make_plan
-from nosa_jax.infer.prefill import compile_piece, padded_length, piece_length
+from nosa_jax.infer.prefill import compile_pieces, padded_length, piece_length
 
 
 @dataclass(frozen=True)
@@ -57,21 +55,18 @@ def multiplications(config: NosaConfig, attention: str, context: int) -> float:
     return config.num_layers * (2.0 * context * projections + 4.0 * pairs * heads * width)
 
 
-def compile_pieces(engine: Engine, n_tokens: int) -> None:
-    """Compile the programs that such a prompt needs, several at a time."""
+def pieces_of(engine: Engine, n_tokens: int) -> set[tuple[int, int]]:
+    """The sizes of the pieces that such a prompt is read in, as `compile_pieces` wants them."""
     chunk, layout = engine.plan.prefill_chunk, engine.layout
-    pieces = {
+    return {
         (piece_length(min(chunk, n_tokens - start), start, chunk, layout), padded_length(start, layout) if start else 0)
         for start in range(0, n_tokens, chunk)
     }
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        for piece in [threads.submit(compile_piece, engine.model, layout, *piece) for piece in sorted(pieces)]:
-            piece.result()
 
 
 def time_prefill(engine: Engine, prompt: np.ndarray, rounds: int) -> float:
     """Median seconds of reading the prompt, after one that may still compile something."""
-    compile_pieces(engine, len(prompt))
+    compile_pieces(engine.model, engine.layout, pieces_of(engine, len(prompt)))
     taken = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

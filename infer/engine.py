@@ -1,10 +1,8 @@
 """Generation for requests that come and go, over a cache whose blocks live in host memory."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from nosa_jax.infer.handle import RequestHandle
 from nosa_jax.infer.jobs import Job, make_job
 from nosa_jax.infer.metrics import EngineMetrics, Recorder
 from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, MemoryPlan, make_plan
-from nosa_jax.infer.prefill import compile_piece, piece_length, prefill_row
+from nosa_jax.infer.prefill import compile_pieces, piece_length, prefill_row
 from nosa_jax.infer.progress import token_bar
 from nosa_jax.infer.requests import GenerationResult, Prompt, Request, check_prompts, make_requests
 from nosa_jax.infer.row_memory import RowMemory
@@ -36,8 +34,6 @@ from nosa_jax.model import NosaLM
 from nosa_jax.offload.pages import PageAllocator
 from nosa_jax.offload.state import DecodeState
 from nosa_jax.tokenizer import Tokenizer
-
-_COMPILING_TOGETHER = min(8, os.cpu_count() or 1)  # programs; the compiler needs some hundred megabytes for each
 
 
 def require_steps_per_dispatch(steps: int, max_context: int) -> None:
@@ -222,7 +218,7 @@ class Engine:
         return self._scheduler.delivery.recorder.metrics(**self._scheduler.counts())
 
     def warm_up(self, *, sampling: bool = True) -> float:
-        """Compile everything that requests within the plan can need, by running some; resets the metrics.
+        """Compile everything that requests within the plan can need, and run some; resets the metrics.
 
         Args:
           sampling: also for requests with a temperature.
@@ -236,18 +232,12 @@ class Engine:
         self._check_idle("warm_up")
         start = time.perf_counter()
         prompts, params = warm_up_prompts(self.plan, sampling=sampling, at_once=self._scheduler.steps_per_dispatch)
-        # Compiling takes most of the time, and several threads can do it; first, while the rows have no memory yet.
-        threads = ThreadPoolExecutor(_COMPILING_TOGETHER)
-        try:
-            pieces = pieces_to_compile(self.plan)
-            for piece in [threads.submit(compile_piece, self.model, self.layout, *piece) for piece in pieces]:
-                piece.result()
-        finally:  # an interrupt does not wait for those that have not begun
-            threads.shutdown(cancel_futures=True)
+        # First, as compiling needs memory too: that of the rows, unless there were requests before.
+        compile_pieces(self.model, self.layout, pieces_to_compile(self.plan))
         for one, its in zip(prompts, params, strict=True):
             self.generate([one], its)
         self._warm_up_continuations()
-        deactivate(jnp.zeros(self.layout.max_batch, bool), 0)  # what a cancellation needs
+        deactivate(self.model.beside(jnp.zeros(self.layout.max_batch, bool)), 0)  # what a cancellation needs
         self._scheduler.delivery.recorder = Recorder(self.layout.page_bytes)
         return time.perf_counter() - start
 

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from nosa_jax.config import NosaConfig
@@ -58,18 +59,24 @@ class FrozenModel:
         return nnx.merge(self.graph, self.parameters)
 
     @property
-    def device(self) -> SingleDeviceSharding | None:
-        """The one device that parameters were put on by name, as those of checkpoints are; None if they were not."""
+    def sharding(self) -> Sharding | None:
+        """Where the arrays of a state belong: on the one device that the parameters are committed to.
+
+        None where they are not committed, as those that were made here, or are spread over several devices.
+        """
         first = jax.tree.leaves(self.parameters)[0]
-        return first.sharding if first.committed and isinstance(first.sharding, SingleDeviceSharding) else None
+        if not isinstance(first, jax.Array) or not first.committed or len(first.sharding.device_set) > 1:
+            return None
+        return NamedSharding(first.sharding.mesh, P()) if isinstance(first.sharding, NamedSharding) else first.sharding
 
     def beside(self, arrays: Any) -> Any:
-        """Arrays on the model's device, by name too if it is.
+        """Arrays on the model's device, committed to it if the parameters are.
 
-        JAX compiles a function once for arguments that were put somewhere by name and once for those that were not,
-        and what is computed with the former belongs to them. A state is to be of the same kind from its beginning.
+        JAX compiles a function once for arguments that are committed to a device (put there by name, as those of
+        checkpoints) and once for others, and what is computed with committed ones is committed. A state has to be of
+        one kind from its beginning.
         """
-        return arrays if self.device is None else jax.device_put(arrays, self.device)
+        return arrays if self.sharding is None else jax.device_put(arrays, self.sharding)
 
     @property
     def nbytes(self) -> int:

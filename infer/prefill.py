@@ -3,6 +3,9 @@
 Memory beside the cache: the hidden states of the tokens read at once, and one layer's keys and values of that row.
 """
 
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,6 +23,7 @@ from nosa_jax.pallas_kernels import NO_BLOCK, dense_attention, sparse_attention
 from nosa_jax.pallas_kernels.query_chunks import map_query_chunks
 from nosa_jax.selection import select
 
+_COMPILING_TOGETHER = min(8, os.cpu_count() or 1)  # programs; the compiler needs some hundred megabytes for each
 TOKEN_CHUNK = 4096  # tokens that go through the feed-forward layer at once; its width is several times the model's
 
 
@@ -94,30 +98,59 @@ def prefill_row(
     )
 
 
-def compile_piece(model: FrozenModel, layout: CacheLayout, length: int, earlier: int) -> None:
-    """Compile what `prefill_row` runs for a piece of this padded length, after others of the padded length `earlier`.
+def compile_pieces(model: FrozenModel, layout: CacheLayout, pieces: Collection[tuple[int, int]]) -> None:
+    """Compile what `prefill_row` runs, several programs at a time; calls of it find them afterwards.
 
-    From any thread; nothing is run and no array is made. A call of `prefill_row` finds the programs afterwards.
+    Nothing is run, and no array is made. If this is interrupted, or a program does not compile, those that have not
+    begun are given up.
+
+    pieces: padded length of the tokens, and padded length of those before, of each piece.
     """
+    default_device = jax.config.jax_default_device  # threads have settings of their own
 
+    def run(compile_one: Callable[..., None], *sizes: int) -> None:
+        with jax.default_device(default_device):
+            compile_one(model, layout, *sizes)
+
+    threads = ThreadPoolExecutor(_COMPILING_TOGETHER)
+    try:
+        longest_first = sorted(set(pieces), key=sum, reverse=True)
+        waiting = [threads.submit(run, _compile_layer, *piece) for piece in longest_first]
+        waiting += [threads.submit(run, _compile_ends, length) for length in sorted({length for length, _ in pieces})]
+        for program in waiting:
+            program.result()
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _compile_layer(model: FrozenModel, layout: CacheLayout, length: int, earlier: int) -> None:
     def of_state() -> tuple[list[Array], Array, Array, Array]:
         state = init_state(layout)
         return jax.tree.leaves(state.layers[0]), state.step, state.page_table, state.handle
 
-    def placed(shapes: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=model.device), shapes)
-
-    cache, step, page_table, handle = placed(jax.eval_shape(of_state))
+    cache, *tables = _shapes_beside(model, jax.eval_shape(of_state))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    modules = model.module()
-    whole = nnx.split(modules)
+    layer = nnx.split(model.module().layers[0])
+    x = _shape_of_hidden(model, length)
+    _prefill_layer.lower(*layer, x, cache, *[number] * 4, *tables, layout=layout, earlier=earlier).compile()
+
+
+def _compile_ends(model: FrozenModel, layout: CacheLayout, length: int) -> None:
+    """What runs before and after the layers."""
+    modules = nnx.split(model.module())
+    _embed.lower(*modules, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
+    _last_logits.lower(*modules, _shape_of_hidden(model, length), jax.ShapeDtypeStruct((), jnp.int32)).compile()
+
+
+def _shape_of_hidden(model: FrozenModel, length: int) -> Any:
+    graph, parameters = nnx.split(model.module())
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    x = placed(jax.eval_shape(partial(_embed, whole[0]), whole[1], tokens))
-    _embed.lower(*whole, tokens).compile()
-    _prefill_layer.lower(
-        *nnx.split(modules.layers[0]), x, cache, *[number] * 4, step, page_table, handle, layout=layout, earlier=earlier
-    ).compile()
-    _last_logits.lower(*whole, x, number).compile()
+    return _shapes_beside(model, jax.eval_shape(partial(_embed, graph), parameters, tokens))
+
+
+def _shapes_beside(model: FrozenModel, shapes: Any) -> Any:
+    """As those of arrays that were computed with the model or put beside it."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=model.sharding), shapes)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -50,7 +50,7 @@ def pieces_to_compile(plan: MemoryPlan) -> list[tuple[int, int]]:
 
 
 def warm_up_prompts(plan: MemoryPlan, *, sampling: bool, at_once: int) -> tuple[list[np.ndarray], list[SamplingParams]]:
-    """Prompts whose reading and decoding compiles everything that a request within the plan can need (docs/09).
+    """Prompts whose reading and decoding needs everything that a request within the plan can need (docs/09).
 
     Reading has one program for each padded length of a whole prompt or of its first piece; decoding has one for rows
     that are all greedy and one for others, each for a step and for `at_once` of them. Pieces that continue a prompt are

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from nosa_jax.infer import Engine, RequestStatus, SamplingParams, decode_step, freeze, step
 from nosa_jax.infer.compiling import jit_in_place
@@ -80,16 +81,25 @@ def test_j2_the_cache_stays_where_it_is_and_the_old_state_is_gone():
         assert np.isfinite(decode_step(model, state, np.zeros(ROWS, np.int32))[0]).all()
 
 
+def on_a_mesh() -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
+
+
 @pytest.mark.parametrize(
-    "placed", [pytest.param(False, marks=pytest.mark.slow, id="made here"), pytest.param(True, id="of a checkpoint")]
+    ("place", "rows"),  # as many rows, and so wide a model, as in no other test: nothing is compiled already
+    [
+        pytest.param(None, 7, marks=pytest.mark.slow, id="made here"),
+        pytest.param(lambda: SingleDeviceSharding(jax.devices()[0]), 11, id="of a checkpoint"),
+        pytest.param(on_a_mesh, 13, marks=pytest.mark.slow, id="trained here"),
+    ],
 )
-def test_warm_up_compiles_each_program_once(placed, caplog):
-    """Several at a time ahead, and the requests that are run then find them. JAX tells arrays apart that were put on a
-    device by name, as checkpoints' are; the rest of a step is put there too, or it would be compiled again."""
-    model = freeze(random_model(ONE_LAYER.replace(embed_dim=48 if placed else 80)))  # shapes of no other test
-    if placed:
-        model = jax.device_put(model, jax.devices()[0])
-    with Engine(model, max_batch=2, max_context=60, prefill_chunk=16) as engine:
+def test_warm_up_compiles_each_program_once_and_requests_compile_none(place, rows, caplog):
+    """Promise 4 where parameters are committed to a device, too. Programs that read prompts are compiled several at a
+    time ahead, and the requests that are run then find them."""
+    model = freeze(random_model(ONE_LAYER.replace(embed_dim=8 * rows)))
+    if place is not None:
+        model = jax.device_put(model, place())
+    with Engine(model, max_batch=rows, max_context=60, prefill_chunk=16) as engine:
         pieces = pieces_to_compile(engine.plan)
         assert len({earlier for _, earlier in pieces}) > 2
         with caplog.at_level("WARNING"):
@@ -98,10 +108,53 @@ def test_warm_up_compiles_each_program_once(placed, caplog):
                 engine.warm_up()
             finally:
                 jax.config.update("jax_log_compiles", False)
-    compiled = Counter(re.findall(r"^Compiling jit\((\w+)\)", "\n".join(caplog.messages), re.MULTILINE))
-    assert compiled["_prefill_layer"] == len(pieces)
-    assert compiled["generate_steps"] == 2  # greedy, and with a temperature
-    assert compiled["_start_row"] == compiled["_set_row"] == 1
+        with count_compilations() as compiled:
+            kept, ended = (engine.submit(random_tokens(n), SamplingParams(max_new_tokens=6)) for n in (40, 9))
+            while ended.status is not RequestStatus.DECODING:
+                engine._driver.turn(lambda: True)
+            ended.cancel()
+            engine.run_until_idle()
+            assert (kept.result().finish_reason, ended.result().finish_reason) == ("length", "cancelled")
+        assert compiled == []
+    counts = Counter(re.findall(r"^Compiling jit\((\w+)\)", "\n".join(caplog.messages), re.MULTILINE))
+    assert counts["_prefill_layer"] == len(pieces)
+    assert counts["_embed"] == counts["_last_logits"] == len({length for length, _ in pieces})
+    assert counts["generate_steps"] == counts["first_token"] == 2  # greedy, and with a temperature
+    assert counts["_start_row"] == counts["_set_row"] == counts["deactivate"] == 1
+
+
+def test_a_warm_up_that_fails_gives_up_what_has_not_begun(monkeypatch):
+    """And the engine goes on: it compiles what requests need."""
+    begun = []
+
+    def fails(model, layout, *sizes):
+        begun.append(sizes)
+        raise RuntimeError("out of memory")
+
+    with Engine(random_model(ONE_LAYER), max_batch=2, max_context=60, prefill_chunk=16) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("nosa_jax.infer.prefill._compile_layer", fails)
+            patch.setattr("nosa_jax.infer.prefill._COMPILING_TOGETHER", 1)
+            patch.setattr("nosa_jax.infer.prefill._compile_ends", lambda *_: pytest.fail("the others are given up"))
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.warm_up()
+        assert len(begun) <= len(pieces_to_compile(engine.plan))
+        assert len(engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))[0].tokens) == 2
+
+
+def test_j2_dispatches_of_an_engine_move_nothing():
+    """J2: state, tokens and sampling stay where they are, leaf by leaf, while no request comes or goes."""
+    with Engine(random_model(ONE_LAYER), max_batch=2, max_context=60, steps_per_dispatch=2) as engine:
+        engine.submit(random_tokens(5), SamplingParams(max_new_tokens=40))
+        scheduler = engine._scheduler
+        places = []
+        for _ in range(8):
+            engine._driver.turn(lambda: True)
+            arrays = jax.tree.leaves((scheduler.state, scheduler._tokens, scheduler._sampling))
+            places.append([leaf.unsafe_buffer_pointer() for leaf in arrays])
+        assert engine.metrics().steps > 4
+        # The first turns read the prompt; what came from the host may have memory that NumPy owns.
+        assert places[3:] == [places[3]] * 5
 
 
 @pytest.mark.slow

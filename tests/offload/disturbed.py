@@ -45,14 +45,15 @@ class Disturbed:
         # used. Compiled as `decode_step` is, since how kernels of a step may overlap is what is tried.
         self._jitted = cache(
             lambda rows: jit_in_place(
-                lambda model, state, tokens: decode.step(model, state, tokens),
+                lambda model, state, tokens: decode.step(model, state, tokens)[::-1],
                 donate_argnums=1,
                 compiler_options=step_options(rows),
             )
         )
 
     def step(self, model, state, tokens):
-        return self._jitted(len(tokens))(model, state, tokens)
+        state, logits = self._jitted(len(tokens))(model, state, tokens)
+        return logits, state
 
     def __enter__(self) -> "Disturbed":
         for name, n_before in (("bring_in", 0), ("attend_while_fetching", 1)):
