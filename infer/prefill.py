@@ -80,17 +80,15 @@ def prefill_row(
     padded[0, :count] = tokens
     numbers = [jnp.asarray(n, jnp.int32) for n in (row, start, count)]
 
-    modules = model.module()
-    x = _embed(*nnx.split(modules), jnp.asarray(padded))
+    x = _embed(*model.parts.whole, jnp.asarray(padded))
     layers = list(state.layers)
-    for index, layer in enumerate(modules.layers):
-        graph, parameters = nnx.split(layer)
+    for index, (graph, parameters) in enumerate(model.parts.layers):
         x, leaves = _prefill_layer(
             graph, parameters, x, jax.tree.leaves(layers[index]), *numbers, jnp.asarray(index, jnp.int32), state.step,
             state.page_table, state.handle, layout=layout, earlier=padded_length(start, layout) if start else 0,
         )  # fmt: skip
         layers[index] = LayerCache(*leaves)
-    logits = _last_logits(*nnx.split(modules), x, numbers[2])
+    logits = _last_logits(*model.parts.whole, x, numbers[2])
     return state.replace(
         layers=tuple(layers),
         lengths=state.lengths.at[row].set(start + count),
@@ -130,20 +128,21 @@ def _compile_layer(model: FrozenModel, layout: CacheLayout, length: int, earlier
 
     cache, *tables = _shapes_beside(model, jax.eval_shape(of_state))
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    layer = nnx.split(model.module().layers[0])
     x = _shape_of_hidden(model, length)
-    _prefill_layer.lower(*layer, x, cache, *[number] * 4, *tables, layout=layout, earlier=earlier).compile()
+    _prefill_layer.lower(
+        *model.parts.layers[0], x, cache, *[number] * 4, *tables, layout=layout, earlier=earlier
+    ).compile()
 
 
 def _compile_ends(model: FrozenModel, layout: CacheLayout, length: int) -> None:
     """What runs before and after the layers."""
-    modules = nnx.split(model.module())
-    _embed.lower(*modules, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
-    _last_logits.lower(*modules, _shape_of_hidden(model, length), jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    whole = model.parts.whole
+    _embed.lower(*whole, jax.ShapeDtypeStruct((1, length), jnp.int32)).compile()
+    _last_logits.lower(*whole, _shape_of_hidden(model, length), jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
 
 def _shape_of_hidden(model: FrozenModel, length: int) -> Any:
-    graph, parameters = nnx.split(model.module())
+    graph, parameters = model.parts.whole
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     return _shapes_beside(model, jax.eval_shape(partial(_embed, graph), parameters, tokens))
 
