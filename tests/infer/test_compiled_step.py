@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,16 +130,17 @@ def test_a_warm_up_that_fails_gives_up_what_has_not_begun(monkeypatch):
 
     def fails(model, layout, *sizes):
         begun.append(sizes)
+        if len(begun) > 1:
+            time.sleep(1)  # begun already when the first one's failure is noticed
         raise RuntimeError("out of memory")
 
     with Engine(random_model(ONE_LAYER), max_batch=2, max_context=60, prefill_chunk=16) as engine:
         with monkeypatch.context() as patch:
             patch.setattr("nosa_jax.infer.prefill._compile_layer", fails)
             patch.setattr("nosa_jax.infer.prefill._COMPILING_TOGETHER", 1)
-            patch.setattr("nosa_jax.infer.prefill._compile_ends", lambda *_: pytest.fail("the others are given up"))
             with pytest.raises(RuntimeError, match="out of memory"):
                 engine.warm_up()
-        assert len(begun) <= len(pieces_to_compile(engine.plan))
+        assert len(begun) <= 2 < len(pieces_to_compile(engine.plan))
         assert len(engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))[0].tokens) == 2
 
 
