@@ -68,7 +68,7 @@ class FrozenModel:
 
     @cached_property
     def parts(self) -> ModelParts:
-        """The model taken apart, once: it takes 10 ms for 32 layers, longer than the dispatch of a short prompt."""
+        """The model taken apart, once: 32 layers take a CPU 10 ms, longer than to dispatch the reading of a prompt."""
         module = self.module()
         return ModelParts(nnx.split(module), tuple(nnx.split(layer) for layer in module.layers))
 

@@ -24,6 +24,11 @@ def _prompt_room(plan: MemoryPlan) -> int:
     return room - 1
 
 
+def _longest_first_piece(plan: MemoryPlan) -> int:
+    """Tokens of the longest piece that a prompt within the plan begins with."""
+    return min(plan.prefill_chunk, _prompt_room(plan))
+
+
 def continuations(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     """(start, tokens, padded length) of one piece for every program that continues a prompt.
 
@@ -44,9 +49,8 @@ def continuations(plan: MemoryPlan) -> list[tuple[int, int, int]]:
 
 def pieces_to_compile(plan: MemoryPlan) -> list[tuple[int, int]]:
     """(padded length of a piece, padded length of what was read before it) of every program that reads prompts."""
-    layout = plan.layout
-    first = [(length, 0) for length in padded_lengths(layout, min(plan.prefill_chunk, _prompt_room(plan)))]
-    return first + [(length, padded_length(start, layout)) for start, _, length in continuations(plan)]
+    first = [(length, 0) for length in padded_lengths(plan.layout, _longest_first_piece(plan))]
+    return first + [(length, padded_length(start, plan.layout)) for start, _, length in continuations(plan)]
 
 
 def warm_up_prompts(plan: MemoryPlan, *, sampling: bool, at_once: int) -> tuple[list[np.ndarray], list[SamplingParams]]:
@@ -57,7 +61,7 @@ def warm_up_prompts(plan: MemoryPlan, *, sampling: bool, at_once: int) -> tuple[
     apart: `continuations`.
     """
     room = _prompt_room(plan)
-    whole = min(plan.prefill_chunk, room)
+    whole = _longest_first_piece(plan)
     # One token has the first length too, and leaves room for a step wherever there is any.
     lengths = [min(n, whole) if index else 1 for index, n in enumerate(padded_lengths(plan.layout, whole))]
     requests = [(n, min(2, room + 1 - n), 0.0) for n in lengths]  # tokens, new ones, temperature

@@ -144,9 +144,10 @@ def test_a_warm_up_that_fails_gives_up_what_has_not_begun(monkeypatch):
         assert len(engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))[0].tokens) == 2
 
 
-def test_j2_dispatches_of_an_engine_move_nothing():
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_j2_dispatches_of_an_engine_move_nothing(at_once):
     """J2: state, tokens and sampling stay where they are, leaf by leaf, while no request comes or goes."""
-    with Engine(random_model(ONE_LAYER), max_batch=2, max_context=60, steps_per_dispatch=2) as engine:
+    with Engine(random_model(ONE_LAYER), max_batch=2, max_context=60, steps_per_dispatch=at_once) as engine:
         engine.submit(random_tokens(5), SamplingParams(max_new_tokens=40))
         scheduler = engine._scheduler
         places = []
