@@ -62,7 +62,9 @@ swap() { "$python" benchmarks/swap.py --out "$out"; }
 decode() { "$python" benchmarks/decode_step.py --out "$out"; }
 prefill() { "$python" benchmarks/prefill.py --seconds $((SECONDS_LEFT - 30)) --out "$out"; }
 whole_prefill() { # all layers of the 8B shape: how long a prompt of 128K tokens takes, and what memory
-  "$python" benchmarks/prefill.py --layers 32 --contexts 131072 --systems nosa --rounds 1 --out "$out/whole_prefill"
+  local prefill=("$python" benchmarks/prefill.py --layers 32 --contexts 131072 --rounds 1)
+  "${prefill[@]}" --systems nosa --chunks 0 2048 8192 --out "$out/whole_prefill" &&
+    "${prefill[@]}" --systems dense --chunks 0 --out "$out/whole_prefill_dense"
 }
 plan() { XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m pytest -m gpu -s tests/infer/test_plan_on_gpu.py; }
 sanitize() { # all of it, whatever one of them finds
@@ -89,7 +91,7 @@ shapes() { # other sizes than the 8B one; those of 3B are not published, so the 
   for model in nosa_1b benchmarks/shape_3b.json; do
     "$python" -m nosa_jax.infer.bench throughput --model "$model" --seconds $((SECONDS_LEFT / 2 - 15)) \
       --cases nosa:64K:16,overlap=on nosa:64K:64,overlap=on dense:64K:16 nosa:96K:max,budget=24GiB,overlap=on \
-      dense:96K:max,budget=24GiB --steps-per-dispatch 1 8 --out "$out/shape_$(basename "$model" .json)" || return
+      dense:96K:max,budget=24GiB --steps-per-dispatch 1 --out "$out/shape_$(basename "$model" .json)" || return
   done
 }
 pools() { # whether reads and decode steps depend on how much host memory the blocks are spread over, and how it was pinned

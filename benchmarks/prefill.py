@@ -28,6 +28,8 @@ from nosa_jax.infer.environment import environment
 from nosa_jax.infer.plan import DEFAULT_PREFILL_CHUNK, make_plan
 from nosa_jax.infer.prefill import compile_pieces, padded_length, piece_length
 
+AT_ONCE = "at once"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -37,6 +39,8 @@ class Options:
     layers: int = 4
     contexts: tuple[int, ...] = (131_072, 32_768, 65_536)
     systems: tuple[Literal["nosa", "dense"], ...] = ("nosa", "dense")
+    chunks: tuple[int, ...] = (0, DEFAULT_PREFILL_CHUNK)
+    """Tokens that are read at a time; 0 is the whole prompt at once."""
     rounds: int = 3
     top: int = 12
     """Kernels to list."""
@@ -92,7 +96,8 @@ def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: in
     # One position is left for the token that follows, which the largest context has no room beyond.
     prompt = np.random.default_rng(context).integers(0, config.vocab_size, context - 1).astype(np.int32)
     result: dict[str, Any] = {"attention": attention, "context": context}
-    for name, chunk in (("at once", context), ("in pieces", min(DEFAULT_PREFILL_CHUNK, context))):
+    for size in options.chunks:
+        chunk = min(size or context, context)
         with Engine(
             model, max_batch=1, max_context=context, attention=attention, offload=attention != "dense",
             prefill_chunk=chunk,
@@ -100,7 +105,7 @@ def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: in
             seconds = time_prefill(engine, prompt, options.rounds)
             kernels = kernels_of(engine, prompt, options.top)
         stats = jax.devices()[0].memory_stats() or {}
-        result[name] = {
+        result[f"in pieces of {chunk:,}" if chunk < context else AT_ONCE] = {
             "chunk": chunk,
             "seconds": seconds,
             "tokens_per_second": context / seconds,
@@ -155,7 +160,8 @@ def main() -> int:
             }
             (options.out / "prefill.json").write_text(json.dumps(report, indent=1) + "\n")
     for context in options.contexts:
-        seconds = {row["attention"]: row["at once"]["seconds"] for row in rows if row["context"] == context}
+        there = [row for row in rows if row["context"] == context and AT_ONCE in row]
+        seconds = {row["attention"]: row[AT_ONCE]["seconds"] for row in there}
         if len(seconds) == 2:
             print(f"{context} tokens: block-sparse reads {seconds['dense'] / seconds['nosa']:.2f} x as fast as dense")
     return 0
