@@ -104,8 +104,8 @@ pools() { # whether reads and decode steps depend on how much host memory the bl
   done
 }
 serving() { # whole engines: prompts are read, rows come and go
-  "$python" -m nosa_jax.infer.bench serve --systems nosa dense nosa-resident nosa-c --requests 24 --rows 16 \
-    --prompt-tokens 2048 12288 --new-tokens 64 256 --device-budget 24GiB --out "$out"
+  "$python" -m nosa_jax.infer.bench serve --systems nosa dense --requests 32 --rows 0 --prompt-tokens 8192 16384 \
+    --new-tokens 768 1536 --device-budget 24GiB --out "$out"
 }
 suite() { # the tests that run anywhere, with this GPU as the default device; slow ones too, but for those about time or
   # the command line, and those of the plan, which has tests of its own on a GPU

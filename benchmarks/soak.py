@@ -93,7 +93,7 @@ def make_model() -> FrozenModel:
         is_a = any(str(getattr(key, "key", key)) == "a_k" for key in path)
         return jax.numpy.asarray(rng.normal(size=x.shape), x.dtype) if is_a else x
 
-    return FrozenModel(jax.tree_util.tree_map_with_path(fill, model.parameters), model.graph, model.config)
+    return FrozenModel.of(model.graph, jax.tree_util.tree_map_with_path(fill, model.parameters), model.config)
 
 
 def make_engine(model: FrozenModel) -> Engine:

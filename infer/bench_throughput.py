@@ -161,7 +161,7 @@ def run(options: ThroughputOptions) -> tuple[list[Measurement], dict[str, Any]]:
     if options.out is not None:
         require_writable(options.out, options.out / REPORT)
     model, weights = load(options.model, config)
-    jax.block_until_ready(model.parameters)
+    jax.block_until_ready(model.arrays)
     loaded = time.perf_counter() - started
     rates = measure_rates()
     print(

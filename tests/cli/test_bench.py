@@ -250,7 +250,7 @@ def test_a_folder_that_fills_up_while_rows_are_measured_is_said(monkeypatch, cap
         (tmp_path / "throughput.json").symlink_to("/dev/full")
         session.write()
 
-    nothing = FrozenModel({}, nnx.graphdef(nnx.Dict()), NosaConfig.tiny())
+    nothing = FrozenModel.of(nnx.graphdef(nnx.Dict()), {}, NosaConfig.tiny())
     monkeypatch.setattr(bench_throughput, "load", lambda *_: (nothing, "no weights"))
     monkeypatch.setattr(bench_throughput.Session, "measure_group", measure_group)
     code, _, err = run(
