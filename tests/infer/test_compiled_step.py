@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from nosa_jax.infer import Engine, RequestStatus, SamplingParams, decode_step, freeze, step
@@ -36,6 +37,16 @@ def count_compilations() -> Iterator[list[str]]:
         yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_frozen_model_is_a_tuple_of_arrays_to_jax():
+    """Taking it apart in every call costs no Python of Flax, and models of one config share their programs."""
+    model, other = (freeze(random_model(SMALL)) for _ in range(2))
+    structure = jax.tree.structure(model)
+    assert structure.num_nodes == 2 + len(model.arrays) == 2 + structure.num_leaves  # the model, and its one tuple
+    assert structure == jax.tree.structure(other)
+    assert [id(x) for x in jax.tree.leaves(model.parameters)] == [id(x) for x in model.arrays]
+    assert [id(x) for x in jax.tree.leaves(nnx.state(model.module()))] == [id(x) for x in model.arrays]
 
 
 @pytest.mark.parametrize("offload", [True, pytest.param(False, marks=pytest.mark.slow)])
