@@ -15,8 +15,9 @@ def step_options(rows: int, *, replayed: bool = False) -> dict[str, Any] | None:
     """XLA's options by name for decode steps of so many rows; None for its defaults.
 
     Within a CUDA graph, kernels that need nothing of each other run side by side: the two wide products of an MLP, and
-    what counts hits. Steps of 16, 32 and 64 rows of four layers of the 8B shape on an H200 took 1.2 to 1.4 % less with
-    it. But where a selection is replayed, nothing needs the one that is computed: it would run beside attention.
+    what counts hits. Steps of 16, 32 and 64 rows of four layers of the 8B shape took 1.2 to 1.4 % less with it on one
+    H200, 0.3 to 0.5 on another. But where a selection is replayed, nothing needs the one that is computed: it would run
+    beside attention.
 
     With many rows the products of hidden states and weights are left to cuBLAS, whose sums are rounded otherwise than
     those of Triton, which XLA picks by itself. Within a step of 64 rows they took 13 us less a layer, at 16 rows 5 us
