@@ -96,8 +96,7 @@ def measure(model: FrozenModel, attention: Literal["nosa", "dense"], context: in
     # One position is left for the token that follows, which the largest context has no room beyond.
     prompt = np.random.default_rng(context).integers(0, config.vocab_size, context - 1).astype(np.int32)
     result: dict[str, Any] = {"attention": attention, "context": context}
-    for size in options.chunks:
-        chunk = min(size or context, context)
+    for chunk in dict.fromkeys(min(size or context, context) for size in options.chunks):
         with Engine(
             model, max_batch=1, max_context=context, attention=attention, offload=attention != "dense",
             prefill_chunk=chunk,

@@ -69,30 +69,35 @@ class Delivery:
         if job.received > len(job.handle._tokens):  # else it was begun again, and its owner has this token
             self._time(job, now)
             job.handle._push(token)
-            if job.on_token is not None:
-                try:
+            try:
+                if job.on_token is not None:
                     job.on_token(token)
-                except BaseException as error:
-                    self.fail(job, error)
-                    if not isinstance(error, Exception):
-                        self.interruption = error
-                    return end
-            if job.text is not None:
-                job.text.push(token)
-                if last:
-                    job.text.flush()
-                if job.text.stopped:
-                    self.conclude(job, "stop")
-                    return end
+                if job.text is not None:
+                    job.text.push(token)
+                    if last:
+                        job.text.flush()
+            except BaseException as error:
+                self.fail(job, error)
+                if not isinstance(error, Exception):
+                    self.interruption = error
+                return end
+            if job.text is not None and job.text.stopped:
+                self.conclude(job, "stop")
+                return end
         if not last:
             return None
         self.conclude(job, "eos" if token in job.request.params.eos_ids else "length")
         return end
 
     def conclude(self, job: Job, reason: str) -> None:
-        """End a job with what it has got; from any thread."""
+        """End a job with what it has got; from any thread. It fails with its tokenizer's error if that raises one."""
+        try:
+            result = job.result(reason, self._layout, self._tokenizer)
+        except Exception as error:
+            self.fail(job, error)
+            return
         self.recorder.end(reason, job.locality)
-        job.handle._finish(job.result(reason, self._layout, self._tokenizer), None)
+        job.handle._finish(result, None)
 
     def fail(self, job: Job, error: BaseException) -> None:
         """End a job with an error; from any thread."""

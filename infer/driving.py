@@ -3,7 +3,8 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from nosa_jax.infer.handle import RequestHandle
 from nosa_jax.infer.scheduler import Scheduler
@@ -63,11 +64,8 @@ class Driver:
         Raises:
           RuntimeError: this is called from within a round, by a callback.
         """
-        if self._turning == threading.get_ident():
-            raise RuntimeError(
-                "an on_token callback cannot wait for the engine that calls it; hand the wait to a thread"
-            )
-        if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
+        self.refuse_in_callback("wait for")
+        if not self._turn.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             return True
         try:
             self._turning = threading.get_ident()
@@ -108,10 +106,26 @@ class Driver:
 
     def abandon(self, error: BaseException | None = None) -> None:
         """End every request, as cancelled or with an error; waits for a round that runs."""
-        if self._turning == threading.get_ident():
-            raise RuntimeError("an on_token callback cannot close the engine that calls it; hand that to a thread")
+        self.refuse_in_callback("close")
         with self._turn:
             self._scheduler.abandon(error)
+
+    def refuse_in_callback(self, what: str) -> None:
+        """Raise a RuntimeError where this thread is in a round: only callbacks come here from there."""
+        if self._turning == threading.get_ident():
+            raise RuntimeError(f"an on_token callback cannot {what} the engine that calls it; hand that to a thread")
+
+    @contextmanager
+    def between_rounds(self) -> Iterator[None]:
+        """No round runs in the block but one that this thread is in; waits for one that does.
+
+        To be entered before anything is locked that callbacks lock, which hold up a round.
+        """
+        if self._turning == threading.get_ident():
+            yield
+            return
+        with self._turn:
+            yield
 
     def _serve(self) -> None:
         try:
@@ -124,10 +138,11 @@ class Driver:
                 except (KeyboardInterrupt, SystemExit):
                     continue  # a callback's, whose request has failed with it; signals go to the main thread
                 with self._work:
+                    if self._pending:  # since the round: also what was submitted just before the end is finished
+                        continue
                     if self._stop is not None:
                         break
-                    if not self._pending:
-                        self._work.wait()
+                    self._work.wait()
             error = None
         except BaseException as caught:
             error = caught

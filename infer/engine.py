@@ -140,7 +140,11 @@ class Engine:
         """Cancel what waits or runs and free the host pages. Closing again does nothing.
 
         States of this engine cannot be stepped any more.
+
+        Raises:
+          RuntimeError: a callback of this engine asks for it; nothing is closed then.
         """
+        self._driver.refuse_in_callback("close")
         self.closed = True
         self._driver.stop(drain=False)
         self._driver.abandon()
@@ -226,7 +230,7 @@ class Engine:
         Returns: the seconds it took.
 
         Raises:
-          RuntimeError: requests wait or run.
+          RuntimeError: requests wait or run, also such as were submitted meanwhile.
         """
         self._check_open()
         self._check_idle("warm_up")
@@ -246,7 +250,7 @@ class Engine:
         pieces = continuations(self.plan)
         if not pieces:
             return
-        with self._submitting:
+        with self._rows_alone("warm_up"):
             self._revoke()
             last = max(start + count for start, count, _ in pieces)
             request = make_requests([np.zeros(last, np.int32)], [SamplingParams(max_new_tokens=0)], self.layout)[0]
@@ -349,8 +353,7 @@ class Engine:
         requests = make_requests(tokens, each, self.layout)
         self._memory.require_room(requests)
         piece = chunk or self.plan.prefill_chunk
-        with self._submitting:
-            self._check_idle("prefill")
+        with self._rows_alone("prefill"):
             self._revoke()
             self._handed_out = True
             self._scheduler.state = None  # counters and steps of earlier requests are not this caller's
@@ -399,6 +402,13 @@ class Engine:
     def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError("this engine is closed; make a new one")
+
+    @contextmanager
+    def _rows_alone(self, what: str) -> Iterator[None]:
+        """Nobody submits and no round runs in the block; refuses where requests wait or run."""
+        with self._driver.between_rounds(), self._submitting:
+            self._check_idle(what)
+            yield
 
     def _check_idle(self, what: str) -> None:
         if self._scheduler.busy:

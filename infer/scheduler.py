@@ -76,8 +76,9 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether requests wait or run."""
-        return bool(self.queue or self.rows or self._in_flight)
+        """Whether requests wait or run. Asked in the midst of a round that begins them again, it may miss some."""
+        with self._lock:
+            return bool(self.queue or self.rows or self._in_flight)
 
     def counts(self) -> dict[str, int]:
         """Requests and pages now, for the metrics."""
@@ -140,6 +141,8 @@ class Scheduler:
             self._admit()
             self._read_prompts()
             self._collect(leave=1 if self._dispatch_steps() else 0)
+            if not (self.rows or self.queue or self._running()):
+                self._collect(leave=0)  # steps that were dispatched before their rows were known to have ended
         except Exception as error:
             self._begin_again(error)
         except BaseException:
@@ -166,23 +169,29 @@ class Scheduler:
             self.memory.reset()
 
     def _end_withdrawn(self) -> None:
+        """End what was cancelled or is out of time: their owners are told before anything here can fail, and nobody is
+        forgotten before he was told."""
         with self._lock:
-            ended: list[tuple[Job, Literal["cancelled", "timeout"]]] = [(job, "cancelled") for job in self._withdrawn]
-            for job in self._withdrawn:
-                self.queue.remove(job)  # where a fault has sent it back meanwhile
-            self._withdrawn.clear()
             if len(self._deadlines) > 2 * (len(self.queue) + len(self.rows)) + 64:  # most of them ended in time
                 self._deadlines = [entry for entry in self._deadlines if not entry[2].handle.done]
                 heapq.heapify(self._deadlines)
+            while self._deadlines and self._deadlines[0][2].handle.done:
+                heapq.heappop(self._deadlines)
             now = time.monotonic()
-            while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].handle.done):
-                job = heapq.heappop(self._deadlines)[2]
-                self.queue.remove(job)
-                ended.append((job, "timeout"))
+            any_late = self._deadlines and self._deadlines[0][0] <= now
+            late = [job for deadline, _, job in self._deadlines if deadline <= now] if any_late else []
+            ended: list[tuple[Job, Literal["cancelled", "timeout"]]] = [(job, "cancelled") for job in self._withdrawn]
+            ended += [(job, "timeout") for job in late]
+            ended = [(job, reason) for job, reason in ended if not job.handle.done]
+            for job, _ in ended:
+                self.queue.remove(job)  # also where a fault has sent it back meanwhile
         for job, reason in ended:
-            if not job.handle.done:
-                self._leave(job, stop=True)
+            if not job.handle.done:  # it may be here twice
                 self.delivery.conclude(job, reason)
+        with self._lock:
+            self._withdrawn = deque(job for job in self._withdrawn if not job.handle.done)
+        for job, _ in ended:
+            self._leave(job, stop=True)
 
     def _admit(self) -> None:
         while self._free_rows:

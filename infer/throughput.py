@@ -141,7 +141,7 @@ def compile_steps(
 ) -> Program:
     """Compile a program of `steps` greedy decode steps; from several threads at once, if wanted.
 
-    It takes leaves, not trees, since taking a large model apart costs the host as much as the dispatch.
+    It takes leaves, not trees: taking those apart would be part of every dispatch that is timed.
     picks: [trace steps, streams, picks] to replay, of which the shape counts; None attends to what is selected.
     compiler_options: of XLA, by name, beside those that decode steps have anyway.
     """

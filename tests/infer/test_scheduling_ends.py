@@ -129,3 +129,18 @@ def test_stop_strings_end_a_row_that_the_device_would_go_on_with():
         assert ended.result().tokens == free.tokens[: len(ended.tokens)]
         assert beside.result().tokens == free.tokens
         assert_all_free(engine)
+
+
+@either
+def test_nothing_is_left_on_its_way_when_all_have_ended(engine, solo):
+    """The step behind an end that nobody foresaw: rows are free for `prefill`, and idle time is no step's."""
+    eos = next(token for i, token in enumerate(solo[0]) if i and token not in solo[0][:i])
+    params = SamplingParams(max_new_tokens=NEW, eos_ids=(eos,))
+    assert engine.generate([PROMPTS[0]], params)[0].finish_reason == "eos"
+    engine.prefill([PROMPTS[0]])
+    engine.generate([PROMPTS[0]], params)
+    longest = engine.metrics().step_seconds.longest
+    time.sleep(longest + 1.0)
+    engine.generate([PROMPTS[0]], params)
+    assert engine.metrics().step_seconds.longest < longest + 1.0
+    engine.warm_up(sampling=False)

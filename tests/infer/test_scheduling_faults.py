@@ -1,10 +1,25 @@
 """Faults and interruptions: requests that are not to blame are begun again, and no token is told twice."""
 
+import contextlib
+import time
+
 import numpy as np
 import pytest
 
-from nosa_jax.infer import scheduler
-from tests.infer.scheduling import CHUNK, GREEDY, PARAMS, PROMPTS, either, engine_of, turn, turn_until
+from nosa_jax.infer import SamplingParams, scheduler
+from nosa_jax.tokenizer import ByteTokenizer
+from tests.infer.scheduling import (
+    CHUNK,
+    GREEDY,
+    NEW,
+    PARAMS,
+    PROMPTS,
+    assert_all_free,
+    either,
+    engine_of,
+    turn,
+    turn_until,
+)
 
 
 @pytest.mark.parametrize("keep_state", [True, False])
@@ -114,3 +129,52 @@ def test_an_interrupted_round_leaves_everything_to_the_next(engine, solo):
     assert handles[1].result().tokens == solo[1]
     with pytest.raises(KeyboardInterrupt):
         handles[0].result()
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("reason", ["cancelled", "timeout"])
+def test_who_is_cancelled_or_late_is_told_whatever_happens_to_the_row(engine, solo, monkeypatch, fault, reason):
+    """Telling the device of an end may fail or be interrupted: it was a request that nobody knew of any more, then."""
+
+    def break_once(*_):
+        monkeypatch.setattr(scheduler, "deactivate", real)
+        raise fault("in between")
+
+    real = scheduler.deactivate
+    limit = SamplingParams(max_new_tokens=100)
+    late = dict(timeout=0.2) if reason == "timeout" else {}
+    ended = [engine.submit(PROMPTS[0], limit, **late) for _ in range(2)]
+    beside = engine.submit(PROMPTS[1], GREEDY)
+    turn_until(engine, lambda: all(handle.tokens for handle in (*ended, beside)))
+    monkeypatch.setattr(scheduler, "deactivate", break_once)
+    if reason == "timeout":
+        time.sleep(0.25)
+    else:
+        for handle in ended:
+            handle.cancel()
+    with contextlib.suppress(KeyboardInterrupt):
+        turn(engine)
+    assert [handle.result(timeout=20).finish_reason for handle in ended] == [reason] * 2
+    assert beside.result().tokens == solo[1]
+    now = engine.metrics()
+    assert (now.cancelled + now.timed_out, now.completed, now.failed, now.replayed) == (2, 1, 0, 1)
+
+
+@pytest.mark.parametrize("stop", [("never",), ()])
+def test_a_tokenizer_that_raises_fails_the_request_and_no_other(solo, stop):
+    """Where texts are looked at for stop strings, and at the end."""
+
+    class Broken(ByteTokenizer):
+        def decode(self, ids):
+            raise ZeroDivisionError("no text")
+
+    with engine_of(tokenizer=Broken()) as engine:
+        told: list[int] = []
+        mine = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=NEW, stop=stop), on_token=told.append)
+        with pytest.raises(ZeroDivisionError, match="no text"):
+            mine.result()
+        assert told == solo[0][: len(told)]
+        assert len(told) == (1 if stop else NEW)
+        now = engine.metrics()
+        assert (now.failed, now.replayed) == (1, 0)
+        assert_all_free(engine)

@@ -1,10 +1,13 @@
 """Threads: many that submit, several that wait, one that serves, and how serving ends."""
 
+import math
 import threading
+import time
 
 import pytest
 
 from nosa_jax.infer import SamplingParams
+from nosa_jax.infer import engine as engine_module
 from tests.infer.cases import offloaded, random_model
 from tests.infer.scheduling import CHUNK, GREEDY, PARAMS, PROMPTS, assert_all_free, either, engine_of
 
@@ -137,3 +140,60 @@ def test_waiting_for_the_engine_inside_its_own_callback_is_refused(engine):
     with pytest.raises(RuntimeError, match="callback cannot wait"):
         mine.result()
     engine.run_until_idle()
+
+
+def test_closing_an_engine_inside_its_own_callback_is_refused_and_closes_nothing(engine, solo):
+    mine = engine.submit(PROMPTS[0], GREEDY, on_token=lambda _: engine.close())
+    beside = engine.submit(PROMPTS[1], GREEDY)
+    with pytest.raises(RuntimeError, match="callback cannot close"):
+        mine.result()
+    assert beside.result().tokens == solo[1]
+    assert engine.submit(PROMPTS[0], GREEDY).result().tokens == solo[0]
+
+
+def test_what_is_submitted_just_before_the_end_of_serving_is_finished(engine, solo, monkeypatch):
+    """Between the last round, which found nothing, and the look at whether serving is to end."""
+    idle, submitted = threading.Event(), threading.Event()
+    turn_as_it_is = engine._driver.turn
+
+    def slow_turn(wanted, timeout=None):
+        more = turn_as_it_is(wanted, timeout)
+        if not more and threading.current_thread().name == "nosa-engine":
+            idle.set()
+            assert submitted.wait(60)
+        return more
+
+    monkeypatch.setattr(engine._driver, "turn", slow_turn)
+    told: list[int] = []
+    with engine.serving():
+        assert idle.wait(60)
+        handle = engine.submit(PROMPTS[0], GREEDY, on_token=told.append)
+        threading.Timer(0.2, submitted.set).start()  # when the block has ended
+    assert handle.done
+    assert told == solo[0]
+
+
+def test_warming_up_leaves_requests_alone_that_come_meanwhile(engine, monkeypatch):
+    """It needs a row of its own, and says so."""
+
+    def come(plan):
+        handles.append(
+            engine.submit(PROMPTS[3], SamplingParams(max_new_tokens=30), on_token=lambda _: time.sleep(0.02))
+        )
+        next(iter(handles[0]))
+        return real(plan)
+
+    handles: list = []
+    real = engine_module.continuations
+    monkeypatch.setattr(engine_module, "continuations", come)
+    with engine.serving():
+        with pytest.raises(RuntimeError, match="warm_up needs all rows, and requests wait or run"):
+            engine.warm_up(sampling=False)
+        tokens = handles[0].result().tokens
+    monkeypatch.undo()
+    assert engine.submit(PROMPTS[3], SamplingParams(max_new_tokens=30)).result().tokens == tokens
+    assert engine.metrics().replayed == 0
+
+
+def test_waiting_without_end_may_be_said_by_infinity(engine, solo):
+    assert engine.submit(PROMPTS[0], GREEDY, timeout=math.inf).result(timeout=math.inf).tokens == solo[0]

@@ -45,8 +45,6 @@ GRAPHS = {
 }
 GENERATE = """
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 import jax, numpy as np
 from nosa_jax.infer import SamplingParams, step
 from tests.infer.cases import FOR_KERNELS, SMALL, offloaded, random_model, random_tokens, run_steps
@@ -180,4 +178,5 @@ def test_o7_device_memory_grows_with_context_as_the_formula_says():
         slope = (after["in_use"] - before["in_use"]) / (long - short) / after["rows"]
         print(f"{short} to {long} tokens: {slope:.2f} bytes per token, {before}, {after}")
         assert slope == pytest.approx(after["formula"], rel=0.03)
+        assert after["in_use"] == pytest.approx(after["arrays"], rel=0.03), "nothing else is held"
         assert slope < after["kv_bytes"] / 8
