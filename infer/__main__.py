@@ -168,6 +168,11 @@ def _generate(config: GenerateConfig) -> None:
     elif not prompts and not config.plan:
         raise InputError("there is nothing to continue; give --prompt TEXT, --prompt-file FILE, --jsonl FILE or --chat")
     attention = config.attention or model_config.attention
+    if config.slots is not None and config.resident:
+        raise InputError(
+            f"--slots {config.slots} is how many blocks of a row are on the device, and with --resident all are; leave "
+            "one of them out"
+        )
     if attention == "dense" and not config.resident:
         raise InputError(
             "attention 'dense' reads every block in every step, so none can wait on the host; add --resident"

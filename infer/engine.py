@@ -58,7 +58,8 @@ class Engine:
       max_context: tokens per row, prompt and generated ones together.
       attention: which system decodes; None for the config's. "dense" needs `offload=False`.
       offload: keep KV blocks in host memory and only the selected ones on the device.
-      slots: device slots per row and KV head when offloading; None plans them (`make_plan`).
+      slots: device slots per row and KV head when offloading; None plans them (`make_plan`). Without offloading every
+        block has one, whatever is given.
       overlap: attend to the blocks that are on the device while others arrive from the host (docs/04). The same bits;
         None does so on a GPU where it was measured to pay, for many rows.
       device_budget, host_budget: bytes or text like "20GiB".
@@ -129,6 +130,7 @@ class Engine:
         self._handed_out = False  # whether a caller may still hold a state whose rows have pages
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(

@@ -120,7 +120,10 @@ class DecodeState:
           ValueError: the state was given to a step.
         """
         if self.used_up:
-            raise ValueError("this state was given to a step, which has used it up; ask the state that was returned")
+            raise ValueError(
+                "this state was given to a step, which has used it up; ask the state that was returned (if the step "
+                "failed there is none: prefill again)"
+            )
         last = StepCounts(*(np.asarray(x) for x in self.last))
         total = StepCounts(*(np.asarray(x, np.int64) for x in self.total))
         smallest = np.asarray(self.min_locality)

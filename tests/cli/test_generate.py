@@ -113,6 +113,7 @@ def test_model_without_a_tokenizer(capsys, nameless_model):
         (["--prompt", "x", "--prefill-chunk", "0"], ["prefill_chunk=0", "at least 1"]),
         (["--prompt", "x", "--steps-per-dispatch", "0"], ["steps_per_dispatch=0", "from 1 to max_context=130"]),
         (["--prompt", "x", "--attention", "dense"], ["'dense'", "--resident"]),
+        (["--prompt", "x", "--resident", "--slots", "20"], ["--slots 20", "--resident", "leave one of them out"]),
         (["--prompt", "x", "--step", "3"], ["step=3", "leave step out"]),
         (["--prompt", "x", "--tokenizer", "/no/file"], ["/no/file", "tokenizer.json"]),
         (["--prompt-file", "/no/file"], ["/no/file", "No such file", "readable"]),

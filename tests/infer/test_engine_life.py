@@ -178,6 +178,8 @@ def test_o5_a_closed_engine_says_so():
     assert_refused(engine, state)
     with pytest.raises(PoolClosedError):
         pool.read_page(0)
+    with pytest.raises(RuntimeError, match="engine is closed"):
+        engine.__enter__()
 
 
 # Two models of other head dims, block sizes, layers and rows than each other, and what their engines take.
