@@ -69,21 +69,25 @@ class Delivery:
         if job.received > len(job.handle._tokens):  # else it was begun again, and its owner has this token
             self._time(job, now)
             job.handle._push(token)
-            try:
-                if job.on_token is not None:
+            if job.on_token is not None:
+                try:
                     job.on_token(token)
-                if job.text is not None:
+                except BaseException as error:
+                    self.fail(job, error)
+                    if not isinstance(error, Exception):
+                        self.interruption = error
+                    return end
+            if job.text is not None:
+                try:
                     job.text.push(token)
                     if last:
                         job.text.flush()
-            except BaseException as error:
-                self.fail(job, error)
-                if not isinstance(error, Exception):
-                    self.interruption = error
-                return end
-            if job.text is not None and job.text.stopped:
-                self.conclude(job, "stop")
-                return end
+                except Exception as error:  # its tokenizer's
+                    self.fail(job, error)
+                    return end
+                if job.text.stopped:
+                    self.conclude(job, "stop")
+                    return end
         if not last:
             return None
         self.conclude(job, "eos" if token in job.request.params.eos_ids else "length")
