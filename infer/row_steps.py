@@ -1,7 +1,7 @@
 """The compiled pieces that the scheduler puts together: starting and stopping rows, first tokens, decode steps."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nosa_jax.infer.compiling import jit_in_place, step_options
 from nosa_jax.infer.decode import step
+from nosa_jax.infer.frozen import FrozenModel
 from nosa_jax.infer.sampling import SamplingState, finished, sample
 from nosa_jax.offload.state import DecodeState, StepCounts
 
@@ -112,20 +113,18 @@ def unpack_locality(bits: np.integer) -> float:
     return value if np.isfinite(value) else float("nan")
 
 
-@lru_cache(maxsize=16)
-def steps_function(structure: Any, rows: int) -> Callable[..., StepsOutput]:
-    """The compiled decode steps of all models of one structure: one program for each number of steps at once.
+@cache
+def steps_function(rows: int) -> Callable[..., StepsOutput]:
+    """The compiled decode steps of so many rows: a program for each structure of models and number of steps at once.
 
     A row that ends within the steps, by an end-of-sequence id or by its limit, is not active in the rest of them: it
     writes nothing, fetches nothing and keeps its token.
 
     Args:
-      structure: of a `FrozenModel`, as `jax.tree.structure` gives it.
       rows: of the states, which decide how it is compiled.
 
-    Returns: a function of (the model's leaves, state, tokens, sampling), with the static `steps`, `greedy` (every row
-      that is decoded has temperature 0) and `record` (also give the steps' counts). It donates state, tokens and
-      sampling. It takes leaves, as `infer.throughput` does.
+    Returns: a function of (model, state, tokens, sampling), with the static `steps`, `greedy` (every row that is
+      decoded has temperature 0) and `record` (also give the steps' counts). It donates state, tokens and sampling.
     """
 
     @partial(
@@ -135,7 +134,7 @@ def steps_function(structure: Any, rows: int) -> Callable[..., StepsOutput]:
         compiler_options=step_options(rows),
     )
     def generate_steps(
-        leaves: list[Any],
+        model: FrozenModel,
         state: DecodeState,
         tokens: Array,
         sampling: SamplingState,
@@ -144,8 +143,6 @@ def steps_function(structure: Any, rows: int) -> Callable[..., StepsOutput]:
         greedy: bool,
         record: bool,
     ) -> StepsOutput:
-        model = jax.tree.unflatten(structure, leaves)
-
         def one(
             carry: tuple[DecodeState, Array, Array], _: None
         ) -> tuple[tuple[DecodeState, Array, Array], tuple[Array, StepCounts | None]]:

@@ -53,8 +53,7 @@ class Scheduler:
         self.delivery = Delivery(self.layout, tokenizer)
         self.queue: WaitingQueue[Job] = WaitingQueue(max_overtaken)
         self.state: DecodeState | None = None
-        self._leaves, structure = jax.tree.flatten(model)
-        self._step = steps_function(structure, self.layout.max_batch)
+        self._step = steps_function(self.layout.max_batch)
         self._lock = threading.Lock()  # the queue, deadlines and withdrawals
         self._withdrawn: deque[Job] = deque()
         self._deadlines: list[tuple[float, int, Job]] = []
@@ -263,7 +262,7 @@ class Scheduler:
             waiting=bool(self.queue),
         )  # fmt: skip
         output = self._step(
-            self._leaves, self.take_state(), self._tokens, self._sampling, steps=steps,
+            self.model, self.take_state(), self._tokens, self._sampling, steps=steps,
             greedy=all(job.request.params.temperature == 0 for _, job in jobs),
             record=any(job.record_steps for _, job in jobs),
         )  # fmt: skip

@@ -69,7 +69,7 @@ def test_a_program_of_several_steps_gives_the_bits_of_as_many_programs_of_one():
             tokens, reports = state.logits.argmax(axis=-1).astype(jnp.int32), []
             for _ in range(8 // at_once):
                 output = engine._scheduler._step(
-                    engine._scheduler._leaves, state, tokens, sampling, steps=at_once, greedy=False, record=False
+                    engine.model, state, tokens, sampling, steps=at_once, greedy=False, record=False
                 )
                 reports.append(output.report)
                 tokens, state, sampling = output.tokens, output.state, output.sampling
@@ -269,14 +269,14 @@ def test_j2_a_dispatch_copies_no_cache_and_moves_nothing(steps):
     layer's slots."""
     config = ONE_LAYER.replace(block_size=16, head_dim=32, max_context=2**15)
     layout = CacheLayout(config, "nosa", 2, 2**14, True, 512)
-    leaves, structure = jax.tree.flatten(random_model(config))
+    model = random_model(config)
     donated, given = jax.tree.flatten((init_state(layout), jnp.zeros(2, jnp.int32), empty_sampling(2)))
 
-    def advance(leaves, donated):
-        run = steps_function(structure, 2).__wrapped__
-        return jax.tree.leaves(run(leaves, *given.unflatten(donated), steps=steps, greedy=True, record=False))
+    def advance(model, donated):
+        run = steps_function(2).__wrapped__
+        return jax.tree.leaves(run(model, *given.unflatten(donated), steps=steps, greedy=True, record=False))
 
-    compiled = jit_in_place(advance, donate_argnums=1).lower(leaves, donated).compile()
+    compiled = jit_in_place(advance, donate_argnums=1).lower(model, donated).compile()
     memory = compiled.memory_analysis()
     slots = 2 * config.num_kv_heads * layout.n_slots * layout.page_bytes
     print(f"temporaries {memory.temp_size_in_bytes:,} B, one layer's slots {slots:,} B")
@@ -284,7 +284,7 @@ def test_j2_a_dispatch_copies_no_cache_and_moves_nothing(steps):
     assert memory.alias_size_in_bytes >= layout.device_bytes()
     aliased = re.findall(r"\{(\d+)\}: \((\d+), \{\}", compiled.as_text().splitlines()[0])
     assert [(int(result), int(argument)) for result, argument in aliased] == [
-        (i, len(leaves) + i) for i in range(len(donated))
+        (i, len(jax.tree.leaves(model)) + i) for i in range(len(donated))
     ]
 
 

@@ -75,17 +75,17 @@ def decode_steps(batch: int, context: int, *, steps: int, greedy: bool, overlap:
     """What the engine dispatches: steps with their sampling, in a loop."""
     config = NosaConfig.nosa_8b(num_layers=2, param_dtype="bfloat16")
     layout = CacheLayout(config, "nosa", batch, context, True, 2 * config.budget.total, overlap)
-    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda: freeze(NosaLM.from_config(config))))
+    model = jax.eval_shape(lambda: freeze(NosaLM.from_config(config)))
     state = jax.eval_shape(lambda: init_state(layout))
     sampling = jax.eval_shape(lambda: empty_sampling(batch))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def run(*args):
-        return steps_function(structure, batch).__wrapped__(*args, steps=steps, greedy=greedy, record=False)
+        return steps_function(batch).__wrapped__(*args, steps=steps, greedy=greedy, record=False)
 
     options = options_on_a_gpu(batch)
     compiled = compile_for_h200(
-        run, leaves, state, tokens, sampling, donate_argnums=(1, 2, 3), keep_unused=True, compiler_options=options
+        run, model, state, tokens, sampling, donate_argnums=(1, 2, 3), keep_unused=True, compiler_options=options
     )
     return compiled, plan.decode_bytes(layout)
 
